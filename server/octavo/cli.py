@@ -1,0 +1,42 @@
+"""The `octavo` command: one table of subcommands, each imported only when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from octavo.errors import ConfigError, OctavoError
+
+COMMANDS = {
+    "serve": ("octavo.api.server:main", "serve a model over the OpenAI API"),
+    "up": ("octavo_operator.local.cli:main", "run an InferenceService manifest on this machine"),
+    "router": ("octavo_router.cli:main", "route requests to engines by prefix and load"),
+    "operator": ("octavo_operator.cli:main", "reconcile InferenceServices in a cluster"),
+    "fetch": ("octavo.fetch:main", "bring a model to a folder"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand. A user's mistake ends with one line on stderr and status 2, any other known failure with 1."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print("usage: octavo COMMAND ...\n\n" + "\n".join(f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items()))
+        return 0 if args else 2
+    if args[0] == "--version":
+        from octavo import __version__
+
+        print(__version__)
+        return 0
+    try:
+        if args[0] not in COMMANDS:
+            raise ConfigError(f"unknown command {args[0]!r}: choose one of {', '.join(COMMANDS)}")
+        module, _, function = COMMANDS[args[0]][0].partition(":")
+        return int(getattr(importlib.import_module(module), function)(args[1:]))
+    except OctavoError as error:
+        print(f"octavo: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

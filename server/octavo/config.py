@@ -1,0 +1,208 @@
+"""The engine's settings: one table for the command line, the offline API and the operator.
+
+Each field of ``EngineConfig`` is a flag of ``octavo serve`` (``max_num_seqs`` is ``--max-num-seqs``) and a keyword of
+``LLM``. A setting whose feature is not built yet accepts only the value that means "off" and names itself otherwise.
+This module imports no torch: the operator validates ``engine.args`` with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from octavo.errors import ConfigError
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+HASH_ALGOS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
+_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*(|k|M|G|T|Ki|Mi|Gi|Ti)B?$")
+_UNIT = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from a number or a Kubernetes quantity: 268435456, ``256Mi``, ``1.5G``."""
+    match = _SIZE.match(str(text).strip())
+    if not match or (size := int(float(match[1]) * _UNIT[match[2]])) <= 0:
+        raise ConfigError(f"{text!r} is not a size: give bytes, or a number with k, M, G, T, Ki, Mi, Gi or Ti (256Mi)")
+    return size
+
+
+def parse_max_model_len(text: str | int) -> int | str:
+    """A number of tokens, or ``auto`` (also -1): the longest that fits the cache."""
+    if str(text) in ("auto", "-1"):
+        return "auto"
+    if not str(text).isdigit() or int(text) == 0:
+        raise ConfigError(f"max-model-len is {text!r}: give a number of tokens, or auto (-1) for the longest that fits")
+    return int(text)
+
+
+def _json_object(text: str | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(text, Mapping):
+        return dict(text)
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{text!r} is not a JSON object")
+    return value
+
+
+def _setting(
+    default: Any,
+    help: str,
+    *,
+    parse: Callable[[Any], Any] | None = None,
+    choices: Sequence[str] | None = None,
+    off: tuple[Any, ...] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    many: bool = False,
+    metavar: str | None = None,
+) -> Any:
+    """A field with what its flag needs. ``off``: the only values accepted until the feature exists."""
+    meta = {
+        "help": help, "parse": parse, "choices": choices, "off": off, "low": low, "high": high, "many": many,
+        "metavar": metavar,
+    }  # fmt: skip
+    return dataclasses.field(default=default, metadata=meta)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Every setting of an engine, validated on construction (``ConfigError``)."""
+
+    model: str
+    served_model_name: tuple[str, ...] = _setting((), "name clients send; repeat for aliases", many=True)
+    host: str = _setting("127.0.0.1", "address to listen on; 0.0.0.0 for all")
+    port: int = _setting(8000, "public port", low=0, high=65535)
+    private_port: int = _setting(8001, "port for the router and the operator", low=0, high=65535)
+    device: str = _setting("auto", "where the model runs", choices=DEVICES)
+    dtype: str = _setting("auto", "type of weights and activations; auto: bfloat16", choices=DTYPES)
+    gpu_memory_utilization: float = _setting(0.92, "share of GPU memory to use", low=0.01, high=1.0)
+    kv_cache_memory_bytes: int | None = _setting(
+        None, "size of the KV cache, e.g. 256Mi; default on CPU: a share of free memory", parse=parse_size
+    )
+    max_model_len: int | str | None = _setting(
+        None, "longest prompt plus output; auto or -1: the longest that fits; default: the model's own",
+        parse=parse_max_model_len, metavar="N|auto",
+    )  # fmt: skip
+    block_size: int = _setting(16, "tokens in a KV block", low=1, high=256)
+    enable_prefix_caching: bool = _setting(True, "reuse the KV blocks of equal prefixes")
+    prefix_caching_hash_algo: str = _setting("sha256", "hash of the prefix blocks", choices=HASH_ALGOS)
+    enable_chunked_prefill: bool = _setting(True, "cut long prompts so that running streams keep their pace")
+    max_num_seqs: int = _setting(256, "sequences in one step", low=1)
+    max_num_batched_tokens: int = _setting(2048, "tokens in one step", low=1)
+    max_queue: int = _setting(1024, "requests that may wait; one more gets 429", low=1)
+    api_key: tuple[str, ...] = _setting((), "key clients must send; repeat for several", many=True)
+    api_key_dir: str | None = _setting(None, "folder of files, each holding one API key (a mounted Secret)")
+    drain_grace_s: float = _setting(5.0, "seconds after SIGTERM in which new requests are still taken", low=0)
+    drain_timeout_s: float = _setting(60.0, "seconds after SIGTERM until streams still running are cut", low=0)
+    default_chat_template_kwargs: dict[str, Any] | None = _setting(
+        None, "JSON passed to the chat template unless the request says otherwise", parse=_json_object, metavar="JSON"
+    )
+    tensor_parallel_size: int = _setting(1, "tensor parallel ranks", off=(1,))
+    pipeline_parallel_size: int = _setting(1, "pipeline parallel ranks", off=(1,))
+    quantization: str | None = _setting(None, "quantisation of safetensors weights", off=("none",))
+    speculative_config: str | None = _setting(None, "speculative decoding", off=("none",))
+    reasoning_parser: str | None = _setting(None, "splits reasoning from the answer", off=("none",))
+    kv_cache_dtype: str = _setting("auto", "type of the KV cache", off=("auto",))
+    log_level: str = _setting("info", "how much to log", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.metadata:
+                object.__setattr__(self, field.name, _validated(field, getattr(self, field.name)))
+        if not self.model:
+            raise ConfigError("no model given: name a path, or a file://, package:// or hf:// address")
+        length = self.max_model_len
+        if not self.enable_chunked_prefill and isinstance(length, int) and length > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max-num-batched-tokens is {self.max_num_batched_tokens}, below max-model-len {length}: without chunked "
+                "prefill a prompt must fit one step. Raise it, or leave chunked prefill on"
+            )
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names clients may send, the main one first."""
+        return self.served_model_name or (self.model.rstrip("/").rsplit("/", 1)[-1],)
+
+
+def _validated(field: dataclasses.Field[Any], value: Any) -> Any:
+    meta, flag = field.metadata, field.name.replace("_", "-")
+    if meta["off"] is not None:
+        if value == field.default or value in meta["off"]:
+            return field.default
+        allowed = " or ".join(str(v) for v in meta["off"])
+        raise ConfigError(f"{flag} is {value!r}: not supported yet; leave it out or give {allowed}")
+    if value is None or (isinstance(value, str) and value == field.default):
+        return value
+    if meta["many"]:
+        return (value,) if isinstance(value, str) else tuple(value)
+    if meta["parse"]:
+        return meta["parse"](value)
+    if meta["choices"] and value not in meta["choices"]:
+        raise ConfigError(f"{flag} is {value!r}: choose one of {', '.join(meta['choices'])}")
+    if isinstance(field.default, (bool, str)) or field.default is None:
+        return value
+    kind = type(field.default)
+    try:
+        number = kind(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{flag} is {value!r}: it must be a number") from error
+    low, high = meta["low"], meta["high"]
+    if (low is not None and number < low) or (high is not None and number > high):
+        raise ConfigError(f"{flag} is {value!r}: it must be {_bounds(low, high)}")
+    return number
+
+
+def _bounds(low: float | None, high: float | None) -> str:
+    if low is not None and high is not None:
+        return f"between {low} and {high}"
+    return f"at least {low}" if low is not None else f"at most {high}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one flag per setting (``model`` is positional and added by the caller)."""
+    for field in dataclasses.fields(EngineConfig):
+        meta = field.metadata
+        if not meta:
+            continue
+        flag, default = "--" + field.name.replace("_", "-"), field.default
+        shown = "" if default is None or default == () else f" (default: {default})"
+        if isinstance(default, bool):
+            parser.add_argument(
+                flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=meta["help"] + shown
+            )
+            continue
+        parser.add_argument(
+            flag, action="append" if meta["many"] else "store", default=argparse.SUPPRESS,
+            metavar=meta["metavar"] or field.name.rsplit("_", 1)[-1].upper(), help=meta["help"] + shown,
+        )  # fmt: skip
+
+
+def engine_config(model: str, args: Sequence[str] | Mapping[str, Any] = ()) -> EngineConfig:
+    """Settings from flags (``["--block-size=16"]``) or from keywords (``{"block_size": 16}``).
+
+    Raises ``ConfigError`` naming the flag, its value and what is allowed.
+    """
+    if isinstance(args, Mapping):
+        known = {field.name for field in dataclasses.fields(EngineConfig)}
+        if unknown := sorted(set(args) - known):
+            raise ConfigError(f"unknown setting {unknown[0]!r}: known are {', '.join(sorted(known))}")
+        return EngineConfig(model=model, **args)
+    parser = _Parser(prog="octavo serve", add_help=False, allow_abbrev=False)
+    add_engine_flags(parser)
+    values, unknown_args = parser.parse_known_args(list(args))
+    if unknown_args:
+        raise ConfigError(f"unknown engine flag {unknown_args[0]!r}: `octavo serve --help` lists what is allowed")
+    return EngineConfig(model=model, **vars(values))

@@ -1,0 +1,59 @@
+"""What a client asks of the sampler, range-checked once, here."""
+
+from __future__ import annotations
+
+import msgspec
+
+from octavo.errors import InvalidRequest
+
+MAX_LOGPROBS = 20  # alternatives per token a client may ask for, as OpenAI's limit
+MAX_N = 128  # samples of one prompt
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling settings of one request.
+
+    Defaults and ranges follow the OpenAI API and vLLM. ``top_k`` 0 or -1 is off. ``max_tokens`` None means the rest of
+    the context. ``logprobs`` None is off; k gives the k most likely alternatives of each token beside its own.
+    ``seed`` None is replaced by a random one when the request enters the engine.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        elif not isinstance(self.stop, tuple):
+            msgspec.structs.force_setattr(self, "stop", tuple(self.stop))
+        _check("n", self.n, 1 <= self.n <= MAX_N, f"between 1 and {MAX_N}")
+        _check("temperature", self.temperature, 0 <= self.temperature <= 2, "between 0 and 2")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
+        _check("top_k", self.top_k, self.top_k >= -1, "at least 1, or 0 or -1 for off")
+        if self.seed is not None:
+            _check("seed", self.seed, -(2**63) <= self.seed < 2**63, "a 64-bit integer")
+        if self.max_tokens is not None:
+            _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        if self.logprobs is not None:
+            _check("logprobs", self.logprobs, 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+        _check("stop", self.stop, all(self.stop), "non-empty strings")
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most likely token is taken each time."""
+        return self.temperature == 0
+
+
+def _check(param: str, value: object, ok: bool, allowed: str) -> None:
+    if not ok:
+        raise InvalidRequest(f"{param} is {value!r}: it must be {allowed}", param=param)

@@ -1,0 +1,80 @@
+"""The errors that a caller can act on: what was wrong, the value, what is allowed, what to do.
+
+The API turns each into the OpenAI error envelope with the status and code of its class; the command line prints
+the message as one line.
+"""
+
+from __future__ import annotations
+
+
+class OctavoError(Exception):
+    """Base of every error whose message is meant for the person who caused it."""
+
+    status = 500
+    type = "server_error"
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequest(OctavoError):
+    """A field of a request is of the wrong type, out of range, or not supported."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt plus output can never fit the model's length or the whole KV cache."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(OctavoError):
+    """The request names a model that is not served here."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class QueueFull(OctavoError):
+    """The waiting queue is at its bound; come back after ``retry_after_s`` seconds."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(OctavoError):
+    """Loading, draining or dead: another replica, or a later try, can answer."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "service_unavailable"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ConfigError(OctavoError):
+    """A flag, setting or manifest that cannot be used; ends the start with one line."""
+
+    code = "invalid_config"
+
+
+class ModelLoadError(OctavoError):
+    """The model cannot be found, fetched or read."""
+
+    code = "model_load_failed"
