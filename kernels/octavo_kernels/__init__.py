@@ -1,0 +1,10 @@
+"""The compute kernels of Octavo behind one interface (:class:`octavo_kernels.ops.Ops`).
+
+``load()`` picks a backend: ``cpu`` (C++: AMX, AVX-512 or AVX2, whichever the machine has) or ``reference``
+(plain torch, the truth every other backend is tested against).
+"""
+
+from octavo_kernels.ops import AttentionBatch, KernelsUnavailable, Ops, PackedWeight
+from octavo_kernels.registry import load
+
+__all__ = ["AttentionBatch", "KernelsUnavailable", "Ops", "PackedWeight", "load"]

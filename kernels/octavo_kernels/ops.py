@@ -1,0 +1,128 @@
+"""The operations a model is built from, and the two values that pass between a model and its backend.
+
+Shapes use M or T for tokens, N and K for a weight's rows and columns, H and Hkv for query and KV heads, D for
+the head dimension, B for sequences. Tensors may be strided views, but their last dimension is contiguous.
+Activations, weights and the KV cache of one model share one dtype. ``out`` has the result's shape and dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class KernelsUnavailable(RuntimeError):
+    """A backend that was asked for by name cannot run on this machine; the message says why."""
+
+
+@dataclass(slots=True)
+class PackedWeight:
+    """A weight in the layout of the backend that packed it; only that backend can read ``data``."""
+
+    shape: tuple[int, int]
+    """Logical [N, K]; for a gate/up pair N is its intermediate size, so a product has N columns."""
+    dtype: torch.dtype
+    data: Any
+    paired: bool = False
+    """True for a gate/up pair (``pack_gate_up``)."""
+
+    def __post_init__(self) -> None:
+        self.shape = (int(self.shape[0]), int(self.shape[1]))
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """Which queries belong to which sequence, and where the keys and values of each lie.
+
+    Query i of sequence b is row ``query_start[b] + i`` and sits at position ``seq_lens[b] - query_len + i``.
+    """
+
+    query_start: Tensor
+    """int32 [B + 1], on the CPU for the CPU backends; starts with 0 and ends with T."""
+    seq_lens: Tensor
+    """int32 [B]: tokens of context, these queries included."""
+    block_tables: Tensor
+    """int32 [B, max_blocks]: position p lies in entry p // block_size; entries past seq_lens are not read."""
+    block_size: int
+    max_query_len: int
+
+
+class Ops(Protocol):
+    """What a backend offers. One instance serves one process; calls come from one thread at a time."""
+
+    name: str
+    isa: str
+    """The instruction set in use: "amx", "avx512", "avx2", or "torch" for the reference."""
+    dtypes: frozenset[torch.dtype]
+    """Compute dtypes the backend takes; weights of any float dtype are converted when packed."""
+
+    def set_num_threads(self, n: int) -> None:
+        """Use n threads in all (the caller's included)."""
+
+    def pack(self, weight: Tensor, dtype: torch.dtype) -> PackedWeight:
+        """Copy weight [N, K] (float32, bfloat16 or float16) into the backend's layout as ``dtype``."""
+
+    def matmul(
+        self,
+        x: Tensor,
+        w: PackedWeight,
+        out: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """x [M, K] times w transposed (+ bias [N]) -> [M, N], of x.dtype or of ``out_dtype`` (float32)."""
+
+    def pack_gate_up(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> PackedWeight:
+        """Pack gate and up, both [I, K], for :meth:`gate_up`."""
+
+    def gate_up(
+        self, x: Tensor, w: PackedWeight, activation: str = "silu", out: Tensor | None = None
+    ) -> Tensor:
+        """act(x gate^T) * (x up^T): x [M, K] -> [M, I]; activation is "silu" or "gelu_tanh"."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 inside.
+
+        x is [T, D] or, for per-head norms, [T, H, D]; weight [D] in x.dtype. ``out`` may be x itself.
+        """
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+    ) -> Tensor:
+        """residual += x in place (both [T, D]), then the norm of the new residual."""
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+        """Rotate q [T, H, D] and k [T, Hkv, D] in place, NeoX halves (d with d + D/2).
+
+        cos and sin are float32 [P, D/2]; positions int64 [T].
+        """
+
+    def kv_cache_shape(
+        self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        """Shape of one layer's cache, K and V together, blocks first. Allocate it with ``torch.zeros``."""
+
+    def copy_blocks(self, cache: Tensor, src: Tensor, dst: Tensor) -> None:
+        """Copy whole blocks src[i] -> dst[i] (int64 [n]); no block is both a source and a destination."""
+
+    def write_kv(self, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
+        """Write k, v [T, Hkv, D] to slots int64 [T] (block * block_size + offset); negative: skipped."""
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of q [T, H, D] over the cached context -> [T, H, D].
+
+        A query at position p sees positions j with p - window < j <= p. With ``softcap``, scores become
+        ``softcap * tanh(scores / softcap)`` before the mask. kv_heads is read from the cache.
+        """

@@ -1,0 +1,126 @@
+"""The reference backend: every operation in plain torch, written to be read; the others agree with it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo_kernels.ops import AttentionBatch, PackedWeight
+
+
+class ReferenceOps:
+    """Plain torch on any device. Norms, activations, softmax are float32 inside, rounded once at the end."""
+
+    name = "reference"
+    isa = "torch"
+    dtypes = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+    def set_num_threads(self, n: int) -> None:
+        torch.set_num_threads(n)
+
+    def pack(self, weight: Tensor, dtype: torch.dtype) -> PackedWeight:
+        n, k = weight.shape
+        return PackedWeight((n, k), dtype, weight.to(dtype).contiguous())
+
+    def matmul(
+        self,
+        x: Tensor,
+        w: PackedWeight,
+        out: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        y = F.linear(x, w.data, bias)
+        return _deliver(y, out, out_dtype or x.dtype)
+
+    def pack_gate_up(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> PackedWeight:
+        i, k = gate.shape
+        return PackedWeight((i, k), dtype, torch.cat([gate, up]).to(dtype).contiguous(), paired=True)
+
+    def gate_up(
+        self, x: Tensor, w: PackedWeight, activation: str = "silu", out: Tensor | None = None
+    ) -> Tensor:
+        gate, up = F.linear(x, w.data).float().chunk(2, dim=-1)
+        if activation == "silu":
+            act = F.silu(gate)
+        elif activation == "gelu_tanh":
+            act = F.gelu(gate, approximate="tanh")
+        else:
+            raise ValueError(f"activation {activation!r} is not one of silu, gelu_tanh")
+        return _deliver(act * up, out, x.dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+        h = x.float()
+        h = h * torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + eps)
+        return _deliver(h * weight.float(), out, x.dtype)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+    ) -> Tensor:
+        residual += x
+        return self.rms_norm(residual, weight, eps, out)
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+        c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+        for t in (q, k):
+            low, high = t.float().chunk(2, dim=-1)
+            t.copy_(torch.cat([low * c - high * s, high * c + low * s], dim=-1))
+
+    def kv_cache_shape(
+        self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        return (num_blocks, kv_heads, 2, block_size, head_dim)
+
+    def copy_blocks(self, cache: Tensor, src: Tensor, dst: Tensor) -> None:
+        cache[dst] = cache[src]
+
+    def write_kv(self, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
+        block_size = cache.shape[3]
+        kept = slots >= 0
+        slots = slots[kept]
+        block, offset = slots // block_size, slots % block_size
+        cache[block, :, 0, offset] = k[kept]
+        cache[block, :, 1, offset] = v[kept]
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        y = torch.empty_like(q) if out is None else out
+        starts = batch.query_start.tolist()
+        for row, seq_len in enumerate(batch.seq_lens.tolist()):
+            queries = slice(starts[row], starts[row + 1])
+            blocks = batch.block_tables[row, : -(-seq_len // batch.block_size)].long()
+            y[queries] = _attend(q[queries], cache[blocks], seq_len, scale, window, softcap)
+        return y
+
+
+def _attend(
+    q: Tensor, pages: Tensor, seq_len: int, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """Attention of one sequence: q [n, H, D], pages [blocks, Hkv, 2, block_size, D] in order -> [n, H, D]."""
+    n, heads, dim = q.shape
+    kv_heads = pages.shape[1]
+    context = pages.float().permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, :seq_len]
+    keys, values = context.repeat_interleave(heads // kv_heads, dim=1)
+    scores = torch.einsum("nhd,hpd->hnp", q.float(), keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    positions = torch.arange(seq_len, device=q.device)
+    own = positions[seq_len - n :, None]
+    seen = positions <= own
+    if window is not None:
+        seen &= positions > own - window
+    probabilities = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hnp,hpd->nhd", probabilities, values).to(q.dtype)
+
+
+def _deliver(value: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if out is None else out.copy_(value)

@@ -1,0 +1,51 @@
+"""Finding the backend: by name, or the best that this machine can run."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+
+from octavo_kernels.ops import KernelsUnavailable, Ops
+from octavo_kernels.reference import ReferenceOps
+
+log = logging.getLogger(__name__)
+
+BACKENDS: dict[str, Callable[[], Ops]] = {"reference": ReferenceOps}
+AUTO: dict[str, tuple[str, ...]] = {}
+"""What ``auto`` tries before the reference, per device type."""
+
+
+def load(name: str = "auto", device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Ops:
+    """The backend called ``name``; for "auto" the fastest that runs on ``device`` and computes in ``dtype``.
+
+    The environment variable OCTAVO_KERNELS overrides "auto". Falling back to the reference on a device that
+    has a faster backend logs one warning with the reason.
+
+    Raises ValueError for a name that is not known, KernelsUnavailable where the named backend cannot run.
+    """
+    if name == "auto":
+        name = os.environ.get("OCTAVO_KERNELS") or "auto"
+    if name != "auto":
+        if name not in BACKENDS:
+            raise ValueError(f"kernels {name!r}: not one of auto, {', '.join(sorted(BACKENDS))}")
+        ops = BACKENDS[name]()
+        if dtype is not None and dtype not in ops.dtypes:
+            raise KernelsUnavailable(f"the {name} kernels compute in {_names(ops)}, not {_name(dtype)}")
+        return ops
+    for candidate in AUTO.get(torch.device(device).type, ()):
+        try:
+            return load(candidate, device, dtype)
+        except KernelsUnavailable as why:
+            log.warning("serving with the slow reference kernels: %s", why)
+    return ReferenceOps()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _names(ops: Ops) -> str:
+    return " and ".join(sorted(map(_name, ops.dtypes)))
