@@ -1,9 +1,9 @@
 """Bring a model to this machine: from an address to the path of a safetensors folder or a GGUF file.
 
 Addresses: a bare path or ``file:///path``; ``package://module/file``, a file inside a Python package;
-``hf://org/name[@revision]``, a Hugging Face repository. ``octavo serve`` resolves its model through ``fetch``; the
-init container of an engine pod runs ``octavo fetch URI DEST``. No torch is imported here, and no model package
-either: importing one may load a whole other runtime.
+``hf://org/name[@revision]``, a Hugging Face repository. `octavo serve` resolves its model through ``fetch``,
+the init container of an engine pod runs ``octavo fetch URI DEST``. No torch is imported here, and no model
+package either: importing one may load a whole other runtime.
 """
 
 from __future__ import annotations
