@@ -13,11 +13,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate. A client's request with n > 1 becomes n of these with ``sample_index`` 0 .. n-1.
+    """One sequence to generate. A request with n > 1 becomes n of these with ``sample_index`` 0 .. n-1.
 
-    ``prompt_token_ids`` may end in tokens already generated elsewhere (``num_prior_output_tokens`` of them): the
-    sequence then goes on from there with the same random numbers. ``sampling.seed`` and ``sampling.max_tokens``
-    are set (not None).
+    ``prompt_token_ids`` may end in tokens already generated elsewhere (``num_prior_output_tokens`` of them):
+    the sequence then goes on from there with the same random numbers. ``sampling.seed`` and
+    ``sampling.max_tokens`` are set (not None).
     """
 
     request_id: str
@@ -41,8 +41,8 @@ class RequestTimes(msgspec.Struct, frozen=True):
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request. Each request ends with exactly one output whose ``finish_reason`` is set.
 
-    ``stop_reason`` is the stop token's id when it was not the model's end of sequence. ``num_cached_tokens`` is how many
-    prompt tokens the prefix cache held when the request was first scheduled.
+    ``stop_reason`` is the stop token's id when it was not the model's end of sequence. ``num_cached_tokens``
+    is how many prompt tokens the prefix cache held when the request was first scheduled.
     """
 
     request_id: str

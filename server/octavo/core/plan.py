@@ -8,8 +8,8 @@ import msgspec
 class SampleSpec(msgspec.Struct, frozen=True):
     """How to draw the next token of one row.
 
-    The draw is a pure function of (seed, sample_index, position): the same whatever the batch, and replayable elsewhere.
-    ``position`` is the index of the token to be drawn within the whole sequence, prompt included.
+    The draw is a pure function of (seed, sample_index, position): the same whatever the batch, and replayable
+    elsewhere. ``position`` is the index of the token to be drawn within the whole sequence, prompt included.
     """
 
     temperature: float
@@ -24,9 +24,9 @@ class SampleSpec(msgspec.Struct, frozen=True):
 class Row(msgspec.Struct, frozen=True):
     """One sequence's share of a step: tokens to compute at positions ``start``, ``start + 1``, ...
 
-    ``block_tables`` holds one list of physical block numbers per KV group, long enough for the last token computed.
-    ``sample`` is None when the chunk does not reach the end of the sequence (nothing is drawn). ``drafts`` are the
-    speculative tokens at the end of ``token_ids``, to be verified.
+    ``block_tables`` holds one list of physical block numbers per KV group, long enough for the last token
+    computed. ``sample`` is None when the chunk does not reach the end of the sequence (nothing is drawn).
+    ``drafts`` are the speculative tokens at the end of ``token_ids``, to be verified.
     """
 
     request_id: str
@@ -50,7 +50,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Natural-log probabilities at one position: the drawn token's, its rank (1 = most likely), and the top k."""
+    """Natural-log probabilities at one position: the drawn token's, its rank (1 = most likely), the top k."""
 
     logprob: float
     rank: int

@@ -13,9 +13,9 @@ MAX_N = 128  # samples of one prompt
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling settings of one request.
 
-    Defaults and ranges follow the OpenAI API and vLLM. ``top_k`` 0 or -1 is off. ``max_tokens`` None means the rest of
-    the context. ``logprobs`` None is off; k gives the k most likely alternatives of each token beside its own.
-    ``seed`` None is replaced by a random one when the request enters the engine.
+    Defaults and ranges follow the OpenAI API and vLLM. ``top_k`` 0 or -1 is off. ``max_tokens`` None means
+    the rest of the context. ``logprobs`` None is off; k gives the k most likely alternatives of each token
+    beside its own. ``seed`` None is replaced by a random one when the request enters the engine.
     """
 
     n: int = 1
@@ -45,7 +45,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.max_tokens is not None:
             _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
         if self.logprobs is not None:
-            _check("logprobs", self.logprobs, 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+            _check(
+                "logprobs", self.logprobs, 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"
+            )
         _check("stop", self.stop, all(self.stop), "non-empty strings")
 
     @property

@@ -1,0 +1,55 @@
+"""What the engine asks of whoever runs the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from octavo.config import EngineConfig
+from octavo.core.plan import StepPlan, StepResult
+
+
+class ExecutorInfo(Protocol):
+    """What a loaded model allows; fixed once the executor is built."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output in tokens; one such request fits the cache."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are 0 .. vocab_size - 1."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Physical KV blocks of ``block_size`` tokens, numbered 0 .. num_blocks - 1."""
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """Ids that end a sequence, unless the request ignores them."""
+
+    @property
+    def kv(self) -> Mapping[str, Any]:
+        """``{"groups": [{"kind": "full"}]}``: one block table a group, in the order of a row's tables."""
+
+
+class Executor(Protocol):
+    """Runs step plans, one at a time and in order.
+
+    In each layer the keys and values of every row are written before any row attends: rows of one step may
+    read blocks that other rows of it fill (equal prefixes that arrive together).
+    """
+
+    @property
+    def info(self) -> ExecutorInfo: ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step; rows come back in the order of the plan.
+
+        A fault of one row goes into its ``error``; anything raised here ends the engine.
+        """
+
+
+Progress = Callable[[str, str], None]  # (stage, detail)
+ExecutorFactory = Callable[[EngineConfig, Path, Progress], Executor]
