@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from octavo import errors
 from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats
 
 VERSION = 1  # both sides refuse a message of another version
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """An ``OctavoError`` on its way to another process; ``kind`` is the name of its class."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: int = 1
+
+    @classmethod
+    def of(cls, error: errors.OctavoError) -> ErrorInfo:
+        retry = getattr(error, "retry_after_s", 1)
+        return cls(type(error).__name__, error.message, error.param, error.code, retry)
+
+    def error(self) -> errors.OctavoError:
+        """The error again, of its own class where this side knows it."""
+        if self.kind in ("QueueFull", "Unavailable"):
+            queue = errors.QueueFull if self.kind == "QueueFull" else errors.Unavailable
+            return queue(self.message, retry_after_s=self.retry_after_s)
+        kind: type[errors.OctavoError] = getattr(errors, self.kind, errors.OctavoError)
+        return kind(self.message, param=self.param, code=self.code)
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag="add"):
@@ -58,28 +82,107 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     stats: EngineStats
 
 
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """None of these requests was taken; ``error`` says why."""
+
+    request_ids: list[str]
+    error: ErrorInfo
+
+
+class LongStep(msgspec.Struct, frozen=True, tag="long_step"):
+    """A step began that may take ``expected_s`` seconds; the engine is silent until it is over."""
+
+    expected_s: float
+
+
 class AdminReply(msgspec.Struct, frozen=True, tag="admin_reply"):
     """Answer to ``AdminCall``; ``error`` is None when it worked."""
 
     call_id: int
     value: Any = None
-    error: str | None = None
+    error: ErrorInfo | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The engine cannot go on (bad model, cache too small, fault in a step); it exits after this."""
 
-    message: str
-    code: str
+    error: ErrorInfo
 
 
 ToEngine = AddRequests | AbortRequests | AdminCall | Shutdown
-FromEngine = Progress | Ready | Outputs | AdminReply | Failed
+FromEngine = Progress | Ready | Outputs | Rejected | LongStep | AdminReply | Failed
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """What a new engine process is told on its standard input, before any socket exists.
+
+    ``config`` holds the fields of ``EngineConfig``; ``model_path`` the fetched model, or None to fetch it;
+    ``executor`` a factory as ``module:function``; the sockets are ZeroMQ ipc addresses.
+    """
+
+    version: int
+    rank: int
+    config: dict[str, Any]
+    model_path: str | None
+    executor: str
+    to_engine: str
+    from_engine: str
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """The frame around every message: protocol version, engine rank, body."""
+    """The frame around every message: protocol version, rank of the engine at one end of it, body."""
 
     version: int
     rank: int
     body: ToEngine | FromEngine
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """The part of an envelope that no version changes."""
+
+    version: int
+
+
+class VersionMismatch(errors.OctavoError):
+    """The other side speaks another version of this protocol: parts of two releases run together."""
+
+    code = "version_mismatch"
+
+
+_Message = TypeVar("_Message", Envelope, Launch)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+_header_decoder = msgspec.msgpack.Decoder(_Header)
+_launch_decoder = msgspec.msgpack.Decoder(Launch)
+
+
+def encode(body: ToEngine | FromEngine, rank: int = 0) -> bytes:
+    return _encoder.encode(Envelope(VERSION, rank, body))
+
+
+def encode_launch(launch: Launch) -> bytes:
+    return _encoder.encode(launch)
+
+
+def decode(data: bytes) -> ToEngine | FromEngine:
+    """The body of a message. Raises ``VersionMismatch``, or ``msgspec.DecodeError`` for anything else."""
+    return _checked(data, _decoder).body
+
+
+def decode_launch(data: bytes) -> Launch:
+    """As ``decode``, for the launch message."""
+    return _checked(data, _launch_decoder)
+
+
+def _checked(data: bytes, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:
+    try:
+        message = decoder.decode(data)
+        version = message.version
+    except msgspec.DecodeError:  # perhaps another version's shape: its version says so
+        version = _header_decoder.decode(data).version
+        if version == VERSION:
+            raise
+    if version != VERSION:
+        raise VersionMismatch(f"the other side speaks protocol version {version}, this side {VERSION}")
+    return message

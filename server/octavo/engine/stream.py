@@ -1,0 +1,66 @@
+"""What a caller reads: the merged outputs of the requests it handed over together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from octavo.core.outputs import EngineOutput
+from octavo.errors import OctavoError
+
+
+class OutputStream(AsyncIterator[EngineOutput]):
+    """The outputs of some requests, merged; ends when each has finished.
+
+    Closing it, cancelling a wait on it, or dropping it aborts those that have not finished.
+    """
+
+    def __init__(
+        self,
+        request_ids: list[str],
+        abandon: Callable[[Sequence[str]], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._abandon_requests = abandon
+        self._loop = loop
+        self.request_ids = request_ids
+        self._open = set(request_ids)
+        self._queue: asyncio.Queue[EngineOutput | OctavoError] = asyncio.Queue()
+
+    async def __anext__(self) -> EngineOutput:
+        if not self._open and self._queue.empty():
+            raise StopAsyncIteration
+        try:
+            item = await self._queue.get()
+        except asyncio.CancelledError:
+            self._abandon()
+            raise
+        if isinstance(item, OctavoError):
+            raise item
+        return item
+
+    async def aclose(self) -> None:
+        """Abort what has not finished. The blocks are free within a step."""
+        self._abandon()
+
+    def __del__(self) -> None:
+        if self._open and not self._loop.is_closed():  # perhaps on another thread: the collector picks any
+            self._loop.call_soon_threadsafe(self._abandon_requests, list(self._open))
+
+    def put(self, output: EngineOutput) -> None:
+        """One more output of one of the requests."""
+        if output.finish_reason is not None:
+            self._open.discard(output.request_id)
+        self._queue.put_nowait(output)
+
+    def fail(self, error: OctavoError) -> None:
+        """End with an error; the first one counts."""
+        if self._open:
+            self._open.clear()
+            self._queue.put_nowait(error)
+
+    def _abandon(self) -> None:
+        if self._open:
+            ids = list(self._open)
+            self._open.clear()
+            self._abandon_requests(ids)
