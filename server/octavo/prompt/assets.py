@@ -1,0 +1,185 @@
+"""What is needed to turn a request into tokens and tokens into text: read once, from a model folder or a GGUF
+file.
+
+The API process reads it from disk; a router gets the same bytes from an engine's private port. Both then
+render with ``octavo.prompt.renderer``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octavo.config import EngineConfig
+from octavo.errors import ModelLoadError
+from octavo.prompt.gguf_metadata import read_gguf_metadata
+from octavo.prompt.gguf_tokenizer import template_processor, tokenizer_json
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_FORMAT = 1  # of ``to_bytes``; a reader refuses another
+
+
+class PromptAssets(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokenizer, chat template and the model's own defaults.
+
+    ``special_tokens`` maps ``bos_token``, ``eos_token`` ... to their text, as chat templates expect them.
+    ``vocab_size`` is the number of token ids that a prompt may hold. ``generation_config`` holds the model's
+    own sampling defaults.
+    """
+
+    tokenizer_json: str
+    vocab_size: int
+    chat_template: str | None = None
+    special_tokens: dict[str, str] = {}
+    eos_token_ids: list[int] = []
+    default_chat_template_kwargs: dict[str, Any] = {}
+    generation_config: dict[str, Any] = {}
+    format: int = _FORMAT
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """Equal for tokenizers that give equal ids."""
+        return _digest(self.tokenizer_json)
+
+    @property
+    def template_digest(self) -> str:
+        """Equal when chats render to the same text: template, special tokens and default arguments."""
+        parts = [self.chat_template, self.special_tokens, self.default_chat_template_kwargs]
+        return _digest(json.dumps(parts, sort_keys=True))
+
+    def to_bytes(self) -> bytes:
+        """For another process; ``from_bytes`` reads it."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PromptAssets:
+        """Raises ``ModelLoadError`` when the bytes are of another format."""
+        try:
+            assets = msgspec.msgpack.decode(data, type=cls)
+        except msgspec.DecodeError as error:
+            raise ModelLoadError(f"these are not prompt assets: {error}") from error
+        if assets.format != _FORMAT:
+            raise ModelLoadError(f"prompt assets are of format {assets.format}: this version reads {_FORMAT}")
+        return assets
+
+
+def load_assets(path: Path, config: EngineConfig | None = None) -> PromptAssets:
+    """Read a Hugging Face folder (``tokenizer.json``), a GGUF file, or a folder that holds one GGUF file.
+
+    Raises ``ModelLoadError`` naming the file that is missing or cannot be used.
+    """
+    kwargs = dict(config.default_chat_template_kwargs or {}) if config else {}
+    if path.is_dir():
+        if (path / "tokenizer.json").is_file():
+            return _from_folder(path, kwargs)
+        files = sorted(path.glob("*.gguf"))
+        if len(files) != 1:
+            raise ModelLoadError(
+                f"{path} holds no tokenizer.json, and {len(files)} GGUF files: it must hold one or the other"
+            )
+        path = files[0]
+    if not path.is_file():
+        raise ModelLoadError(f"{path} does not exist: give a model folder or a GGUF file")
+    return _from_gguf(path, kwargs)
+
+
+def _from_gguf(path: Path, kwargs: dict[str, Any]) -> PromptAssets:
+    metadata = read_gguf_metadata(path)
+    text = tokenizer_json(metadata)
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    named = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in ids.items()}
+    ends = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
+    return PromptAssets(
+        tokenizer_json=text,
+        vocab_size=len(tokens),
+        chat_template=metadata.get("tokenizer.chat_template"),
+        special_tokens={name: tokens[index] for name, index in named.items() if index is not None},
+        eos_token_ids=list(dict.fromkeys(index for index in ends if index is not None)),
+        default_chat_template_kwargs=kwargs,
+    )
+
+
+def _from_folder(path: Path, kwargs: dict[str, Any]) -> PromptAssets:
+    settings = _read_json(path / "tokenizer_config.json")
+    model = _read_json(path / "config.json")
+    generation = _read_json(path / "generation_config.json")
+    special = {**_read_json(path / "special_tokens_map.json"), **settings}
+    named = {name: _token_text(special[name]) for name in _NAMED_TOKENS if special.get(name)}
+    tokenizer = _read_json(path / "tokenizer.json")
+    ids = _token_ids(tokenizer)
+    if (
+        "add_bos_token" in settings or "add_eos_token" in settings
+    ):  # said outright: it wins over tokenizer.json
+        bos, eos = (
+            (named[n], ids[named[n]]) if settings.get(f"add_{n}") and n in named else None
+            for n in ("bos_token", "eos_token")
+        )
+        tokenizer["post_processor"] = template_processor(bos, eos)
+    tokenizer.update(truncation=None, padding=None)
+    eos_ids = _as_list(generation.get("eos_token_id")) or _as_list(model.get("eos_token_id"))
+    if not eos_ids and "eos_token" in named:
+        eos_ids = [ids[named["eos_token"]]]
+    return PromptAssets(
+        tokenizer_json=json.dumps(tokenizer, ensure_ascii=False),
+        vocab_size=model.get("vocab_size")
+        or model.get("text_config", {}).get("vocab_size")
+        or max(ids.values()) + 1,
+        chat_template=_chat_template(path, settings),
+        special_tokens=named,
+        eos_token_ids=eos_ids,
+        default_chat_template_kwargs=kwargs,
+        generation_config=generation,
+    )
+
+
+def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
+    """The file beside the tokenizer, else the one inside its settings (of several named ones,
+    ``default``).
+    """
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
+    """Every token of a ``tokenizer.json`` with its id."""
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    if isinstance(vocab, list):  # Unigram: pairs of token and score
+        vocab = {pair[0]: index for index, pair in enumerate(vocab)}
+    return {**vocab, **{token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}}
+
+
+def _token_text(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _as_list(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in ``path``; empty when there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} does not hold a JSON object")
+    return value
+
+
+def _digest(text: str) -> str:
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

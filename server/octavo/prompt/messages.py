@@ -1,0 +1,110 @@
+"""Check the ``messages`` of a chat and bring them into the plain form that chat templates read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from octavo.errors import InvalidRequest
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def template_messages(messages: Any) -> list[dict[str, Any]]:
+    """Copies of the messages whose ``content`` is a string (text parts joined by newlines) or None.
+
+    Raises ``InvalidRequest`` naming the message and the field.
+    """
+    if not isinstance(messages, list):
+        raise InvalidRequest(f"messages must be a list of messages, not {_kind(messages)}", param="messages")
+    if not messages:
+        raise InvalidRequest("messages is empty: give at least one message", param="messages")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidRequest(
+            f"{where} must be an object with role and content, not {_kind(message)}", param=where
+        )
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise InvalidRequest(
+            f"{where}.role is {role!r}: it must be one of {', '.join(ROLES)}", param=f"{where}.role"
+        )
+    plain = {key: value for key, value in message.items() if value is not None}
+    plain["content"] = _content(message.get("content"), role, where, bool(message.get("tool_calls")))
+    if "tool_calls" in plain:
+        plain["tool_calls"] = _tool_calls(plain["tool_calls"], f"{where}.tool_calls")
+    return plain
+
+
+def _content(content: Any, role: str, where: str, has_calls: bool) -> str | None:
+    field = f"{where}.content"
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if role == "assistant" and has_calls:
+            return None
+        raise InvalidRequest(f"{field} is missing: it must be a string or a list of text parts", param=field)
+    if not isinstance(content, list) or not content:
+        raise InvalidRequest(
+            f"{field} must be a string or a list of text parts, not {_kind(content)}", param=field
+        )
+    return "\n".join(_part(part, f"{field}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise InvalidRequest(f"{where} must be an object with type and text, not {_kind(part)}", param=where)
+    kind = part.get("type")
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return str(part["refusal"])
+    if kind not in ("text", "input_text", "output_text"):
+        raise InvalidRequest(
+            f"{where}.type is {kind!r}: this model reads parts of type text only", param=f"{where}.type"
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{where}.text must be a string, not {_kind(text)}", param=f"{where}.text")
+    return text
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls of an earlier turn; their arguments become an object, which is what templates write out."""
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{where} must be a list, not {_kind(calls)}", param=where)
+    plain = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(
+                f"{where}[{index}] must be an object with function.name", param=f"{where}[{index}]"
+            )
+        arguments = function.get("arguments") or "{}"
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError as error:
+                field = f"{where}[{index}].function.arguments"
+                raise InvalidRequest(f"{field} is not JSON: {error}", param=field) from error
+        plain.append({**call, "function": {**function, "arguments": arguments}})
+    return plain
+
+
+def _kind(value: Any) -> str:
+    """JSON's name for the type of ``value``."""
+    if value is None:
+        return "null"
+    names = {
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        str: "a string",
+        list: "a list",
+        dict: "an object",
+    }
+    kind = names.get(type(value), type(value).__name__)
+    return "an empty list" if value == [] else kind
