@@ -1,0 +1,59 @@
+"""What this machine offers: cores, ports, a folder for logs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+from octavo.errors import ConfigError
+from octavo_operator.local.plan import HOST
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((HOST, 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def refuse_taken(port: int) -> None:
+    """Raise ``ConfigError`` when nothing could listen on ``port``."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections just closed do not count
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                reason = "is in use (is another `octavo up` running?): stop what uses it"
+            else:
+                reason = f"cannot be opened: {error.strerror}"
+            raise ConfigError(f"port {port} {reason}, or choose another with --port") from error
+
+
+def state_folder(port: int) -> Path:
+    """Where logs go: one folder a port, so two runs side by side do not mix; each run empties it first."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "octavo" / f"up-{port}"
+
+
+def emptied(folder: Path) -> Path:
+    """``folder``, made if need be, without what an earlier run wrote there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for old in (*folder.glob("*.log"), *folder.glob("endpoints.json*")):
+            old.unlink()
+    except OSError as error:
+        raise ConfigError(f"{folder}, the folder for logs, cannot be written: {error.strerror}") from error
+    return folder
