@@ -1,0 +1,72 @@
+"""API keys of clients: given as flags, or files of a mounted Secret that are read again when they change."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from octavo.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+CHECK_INTERVAL_S = 1.0  # how often the folder is looked at, at most
+
+
+class ApiKeys:
+    """The keys clients may send. Without any, every request is let in."""
+
+    def __init__(self, keys: Sequence[str] = (), folder: Path | None = None) -> None:
+        """Raises ``ConfigError`` for an empty key, or a folder that cannot be read."""
+        if any(not key.strip() for key in keys):
+            raise ConfigError("api-key is empty: give the key, or leave the flag out")
+        self._fixed = [_digest(key.strip()) for key in keys]
+        self._folder = folder
+        self._from_folder: list[bytes] = []
+        self._stamp: object = None
+        self._checked_at = 0.0
+        if folder is not None:
+            if not folder.is_dir():
+                raise ConfigError(f"api-key-dir {folder} is not a folder")
+            self._reload()
+
+    @property
+    def required(self) -> bool:
+        """A folder asks for keys also while it is empty: nobody gets in then."""
+        return bool(self._fixed) or self._folder is not None
+
+    def allows(self, authorization: str | None) -> bool:
+        """Whether an ``Authorization`` header carries a key. Compares with each key in constant time."""
+        if not self.required:
+            return True
+        if self._folder is not None and time.monotonic() - self._checked_at >= CHECK_INTERVAL_S:
+            self._reload()
+        scheme, _, key = (authorization or "").partition(" ")
+        given = _digest(key.strip())
+        matches = [hmac.compare_digest(given, known) for known in (*self._fixed, *self._from_folder)]
+        return scheme.lower() == "bearer" and any(matches)
+
+    def _reload(self) -> None:
+        assert self._folder is not None
+        self._checked_at = time.monotonic()
+        try:
+            # A mounted Secret keeps its versions in dot-folders and links to them from its visible names.
+            files = [f for f in sorted(self._folder.iterdir()) if not f.name.startswith(".") and f.is_file()]
+            stamp = [(f.name, (s := f.stat()).st_mtime_ns, s.st_size, s.st_ino) for f in files]
+            if stamp == self._stamp:
+                return
+            keys = [line.strip() for f in files for line in f.read_text("utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            log.warning("API keys in %s cannot be read, the last ones stay: %s", self._folder, error)
+            return
+        self._stamp = stamp
+        self._from_folder = [_digest(key) for key in keys if key]
+        log.info("%d API keys read from %s", len(self._from_folder), self._folder)
+
+
+def _digest(key: str) -> bytes:
+    """Keys are compared by digest, so that neither their content nor their length shows in the time taken."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

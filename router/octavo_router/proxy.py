@@ -1,0 +1,355 @@
+"""One request through the router: read it, name its prefix, pick an engine, relay, learn from the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from octavo.errors import ModelNotFound, OctavoError, Unavailable
+from octavo_router.client import Client
+from octavo_router.engine import Flight, decode_load
+from octavo_router.envelope import (
+    BadBody,
+    BodyTooLarge,
+    MissingModel,
+    WrongContentType,
+)
+from octavo_router.fleet import Fleet, Selected
+from octavo_router.metrics import Metrics
+from octavo_router.prefix import BYTES_PER_TOKEN, NO_PREFIX, Exact, Kind, Prefix, text_prefix
+from octavo_router.relay import (
+    Answer,
+    Failed,
+    Tail,
+    cached_tokens,
+    open_answer,
+    request_headers,
+)
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MAX_BODY_BYTES = 32 * 2**20
+# Bodies above this are routed by their text: tokenising megabytes would cost more than a better pick saves.
+EXACT_BODY_BYTES = 4 * 2**20
+# Bodies above this are also parsed on a thread.
+PARSE_INLINE_BYTES = 256 * 2**10
+# Prompts waiting for a thread at which further ones are routed by text, so that naming never becomes the
+# queue.
+MAX_NAMING = 256
+MAX_ATTEMPTS = 4
+MAX_ID_LENGTH = 128
+
+
+@dataclass(frozen=True)
+class ProxyRoute:
+    """A route of the engine. ``generates``: its answer costs prefill and decode."""
+
+    path: str
+    kind: Kind
+    generates: bool
+    model_required: bool
+
+
+ROUTES = (
+    ProxyRoute("/v1/chat/completions", "chat", True, True),
+    ProxyRoute("/v1/completions", "completion", True, True),
+    ProxyRoute("/tokenize", "other", False, False),
+    ProxyRoute("/detokenize", "other", False, False),
+)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request that has been read. ``model`` None: the only one there is."""
+
+    route: ProxyRoute
+    raw: bytes
+    body: dict[str, Any]
+    model: str
+    request_id: str
+    headers: list[tuple[str, str]]
+    streaming: bool
+    read_at: float
+
+
+class Proxy:
+    """The forwarded routes, each as an ASGI application (``endpoint``)."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        session: aiohttp.ClientSession,
+        metrics: Metrics,
+        max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    ) -> None:
+        self._fleet = fleet
+        self._session = session
+        self._metrics = metrics
+        self._max_body_bytes = max_body_bytes
+        self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="naming")
+        self._naming = 0
+
+    def close(self) -> None:
+        """Stop the threads; those at work end by themselves."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def handle(self, route: ProxyRoute, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. Whatever happens, nothing of it stays counted as in flight."""
+        headers = Headers(scope=scope)
+        request_id = _request_id(headers.get("x-request-id"))
+        client = Client(send, request_id)
+        try:
+            raw = await _read_body(headers, receive, self._max_body_bytes)
+            if raw is None:
+                return  # gone before its body was whole
+            ask = await self._read(route, raw, scope, request_id)
+            work = asyncio.create_task(self._forward(ask, client))
+            gone = asyncio.create_task(_until_gone(receive))
+            try:
+                await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                finished = work.done()
+                work.cancel()
+                gone.cancel()
+                await asyncio.gather(work, gone, return_exceptions=True)
+            if finished:
+                work.result()
+        except OctavoError as error:
+            await client.fail(error)
+        finally:
+            self._metrics.answers.labels(route.path, str(client.status or "none")).inc()
+
+    async def _read(self, route: ProxyRoute, raw: bytes, scope: Scope, request_id: str) -> Ask:
+        body = (
+            _parse(raw)
+            if len(raw) <= PARSE_INLINE_BYTES
+            else await asyncio.get_running_loop().run_in_executor(self._pool, _parse, raw)
+        )
+        model = self._model(route, body)
+        return Ask(
+            route, raw, body, model, request_id, request_headers(scope["headers"], request_id),
+            body.get("stream") is True, time.monotonic(),
+        )  # fmt: skip
+
+    def _model(self, route: ProxyRoute, body: dict[str, Any]) -> str:
+        served = self._fleet.models()
+        model = body.get("model")
+        if model is None and not route.model_required and len({e.names for e in served.values()}) == 1:
+            return next(iter(served))
+        if not isinstance(model, str) or not model:
+            known = ", ".join(sorted(served)) or "none yet"
+            raise MissingModel(f"model is {model!r}: name the model to use, here: {known}", param="model")
+        if not self._fleet.knows(model):
+            if not served:
+                raise Unavailable(f"no engine is up yet: {self._fleet.not_ready()}")
+            raise ModelNotFound(
+                f"model {model!r} is not served here: choose one of {', '.join(sorted(served))}",
+                param="model",
+            )
+        return model
+
+    # --- naming the prefix ----------------------------------------------------------------------------------
+
+    async def _name(self, ask: Ask) -> Prefix:
+        if not ask.route.generates:
+            return NO_PREFIX
+        if self._fleet.policy != "prefix-affinity":
+            tokens = len(ask.raw) // BYTES_PER_TOKEN
+            return Prefix(False, tokens, 1)
+        exact = self._fleet.exact(ask.model)
+        if len(ask.raw) > EXACT_BODY_BYTES or self._naming >= MAX_NAMING:
+            exact = None
+        self._naming += 1
+        try:
+            prefix = await asyncio.get_running_loop().run_in_executor(
+                self._pool, _name_on_thread, exact, ask.route.kind, ask.body
+            )
+        finally:
+            self._naming -= 1
+        self._metrics.prompts.labels("tokens" if prefix.exact else "text").inc()
+        return prefix
+
+    # --- sending it -----------------------------------------------------------------------------------------
+
+    async def _forward(self, ask: Ask, client: Client) -> None:
+        prefix = await self._name(ask)
+        tried: set[str] = set()
+        avoided: set[str] = set()  # broke off once: a kept connection may have been closed just then
+        failure: Failed | None = None
+        for attempt in range(MAX_ATTEMPTS):
+            engines = self._fleet.engines
+            barred = [engines[n] for n in tried | avoided if n in engines]
+            selected = self._fleet.select(ask.model, prefix, ask.raw, barred)
+            if selected is None:
+                barred = [engines[n] for n in tried if n in engines]
+                selected = self._fleet.select(ask.model, prefix, ask.raw, barred)
+            if selected is None:
+                break
+            if attempt == 0:
+                self._metrics.pick_seconds.observe(time.monotonic() - ask.read_at)
+            try:
+                await self._attempt(ask, prefix, selected, client)
+                return
+            except Failed as error:
+                failure = error
+                name = selected.engine.name
+                log.info("request %s goes elsewhere: %s", ask.request_id, error)
+                self._metrics.retries.labels(name, error.reason).inc()
+                (avoided if error.reason == "reset" and name not in avoided else tried).add(name)
+        if failure is not None and failure.answer is not None:
+            await client.whole(failure.answer, {})
+            return
+        why = str(failure) if failure else self._fleet.not_ready() or f"no engine of {ask.model} is ready"
+        raise Unavailable(f"no engine can take the request now: {why}")
+
+    async def _attempt(self, ask: Ask, prefix: Prefix, selected: Selected, client: Client) -> None:
+        """Send it to one engine and relay the answer. Raises ``Failed`` while nothing has been relayed."""
+        engine, choice = selected.engine, selected.choice
+        streaming = ask.streaming
+        flight = Flight(
+            engine, max(0, prefix.tokens - choice.cached_tokens), prefix.blocks if prefix.exact else 0,
+            generates=ask.route.generates, streaming=streaming,
+        )  # fmt: skip
+        self._metrics.picks.labels(engine.name, choice.why).inc()
+        for hashes in prefix.hashes:
+            self._fleet.index.add(engine.name, hashes)
+        outcome = "client_gone"
+        try:
+            answer = await open_answer(
+                self._session, engine, engine.endpoint.url + ask.route.path, ask.raw, ask.headers
+            )
+            if answer.load is not None and (load := decode_load(answer.load)) is not None:
+                engine.report(load)
+            if streaming:
+                flight.start()
+            self._metrics.first_byte_seconds.observe(time.monotonic() - ask.read_at)
+            flight.cut = answer.close
+            try:
+                tail = await self._relay(answer, client, engine.name)
+            finally:
+                answer.close()
+            outcome = "ok" if answer.status < 400 else "error_status"
+            if answer.status < 400:
+                self._learn(flight, prefix, selected, answer, tail)
+        except Failed as error:
+            outcome = error.reason
+            if error.reason == "refused":
+                self._fleet.dead(engine, str(error))
+            elif error.reason == "reset":
+                engine.wake.set()
+            elif error.reason == "busy" and error.answer is not None and error.answer.status == 503:
+                self._fleet.refused(engine, str(error))
+            raise
+        except Unavailable:
+            outcome = "broken"
+            raise
+        finally:
+            flight.end(finished=outcome == "ok")
+            self._metrics.requests.labels(engine.name, outcome).inc()
+
+    async def _relay(self, answer: Answer, client: Client, engine: str) -> Tail:
+        extra = {"x-octavo-engine": engine}
+        tail = Tail()
+        tail.push(answer.first)
+        if answer.response is None:
+            await client.whole(answer, extra)
+            return tail
+        await client.begin(answer, extra)
+        try:
+            await client.chunk(answer.first)
+            async for chunk in answer.rest():
+                tail.push(chunk)
+                await client.chunk(chunk)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            client.resumable = answer.is_stream and tail.between_events
+            raise Unavailable(f"the engine {engine} broke off: {error or type(error).__name__}") from error
+        await client.end()
+        return tail
+
+    def _learn(self, flight: Flight, prefix: Prefix, selected: Selected, answer: Answer, tail: Tail) -> None:
+        """Correct the index by what the engine really found."""
+        engine = selected.engine
+        if not prefix.exact or len(prefix.hashes) != 1 or self._fleet.engines.get(engine.name) is not engine:
+            return
+        if answer.cached is not None and answer.cached.isdigit():
+            actual: int | None = int(answer.cached)
+        else:
+            actual = tail.cached_tokens() if answer.response is not None else cached_tokens(answer.first)
+        if actual is None:
+            return
+        predicted = selected.choice.cached_tokens
+        self._metrics.cached(engine.name, predicted, actual)
+        if actual >= predicted or not flight.racing:
+            size = prefix.block_tokens
+            self._fleet.index.correct(engine.name, prefix.hashes[0], predicted // size, actual // size)
+
+
+def _name_on_thread(exact: Exact | None, kind: Kind, body: dict[str, Any]) -> Prefix:
+    if exact is not None:
+        try:
+            return exact.prefix(kind, body)
+        except OctavoError:
+            return text_prefix(kind, body)  # the engine will say what is wrong with it
+        except Exception:
+            log.exception("a prompt could not be rendered; it is routed by its text")
+    return text_prefix(kind, body)
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        raise BadBody(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadBody(f"the body is a JSON {type(body).__name__}: it must be an object")
+    return body
+
+
+async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes | None:
+    """The whole body, or None when the client left. Raises ``BodyTooLarge`` before more than ``limit`` is
+    read.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise WrongContentType(f"content type is {kind or 'not given'!r}: send application/json")
+    if (encoding := headers.get("content-encoding", "identity")) != "identity":
+        raise WrongContentType(f"content encoding is {encoding!r}: send the body uncompressed")
+    message = f"is above this server's limit of {limit} bytes"
+    length = headers.get("content-length", "")
+    if length.isdigit() and int(length) > limit:
+        raise BodyTooLarge(f"the body of {length} bytes {message}")
+    parts, size = [], 0
+    while True:
+        event = await receive()
+        if event["type"] == "http.disconnect":
+            return None
+        part = event.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise BodyTooLarge(f"the body {message}")
+        parts.append(part)
+        if not event.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+def _request_id(given: str | None) -> str:
+    """The client's own id where it can stand in a header and a log, else a new one."""
+    if given and len(given) <= MAX_ID_LENGTH and given.isascii() and given.isprintable():
+        return given
+    return uuid.uuid4().hex

@@ -1,0 +1,205 @@
+"""Bytes of one attempt: open it upstream up to its first byte, then hand it on chunk by chunk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from octavo_router.engine import Engine
+
+# Meant for one connection only (RFC 9110, 7.6.1); whatever ``Connection`` names is dropped too.
+HOP_BY_HOP = frozenset(
+    (
+        b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection",
+        b"te", b"trailer", b"transfer-encoding", b"upgrade",
+    )
+)  # fmt: skip
+# Set anew on the way to the engine.
+_REPLACED = frozenset((b"host", b"content-length", b"expect", b"x-request-id"))
+# An answer that is not a stream and not larger is taken in whole before a byte of it is passed on, so that an
+# engine that dies while it writes can still be replaced.
+WHOLE_ANSWER_BYTES = 2**20
+# The end of a stream in which its usage is looked for.
+_TAIL_BYTES = 8192
+# Seconds to connect: engines are near.
+CONNECT_TIMEOUT_S = 2.0
+
+
+class Failed(Exception):
+    """The attempt gave nothing to pass on: another engine may be tried. ``reason`` is a metric label."""
+
+    def __init__(self, reason: str, message: str, answer: Answer | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.answer = answer
+
+
+@dataclass
+class Answer:
+    """An answer up to its first byte. ``response`` is None when ``first`` is all of it."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    first: bytes
+    response: aiohttp.ClientResponse | None
+    load: str | None
+    cached: str | None
+
+    @property
+    def is_stream(self) -> bool:
+        """Server-sent events."""
+        return any(
+            n.lower() == b"content-type" and v.startswith(b"text/event-stream") for n, v in self.headers
+        )
+
+    async def rest(self) -> AsyncIterator[bytes]:
+        """The chunks after the first, as they come. Raises ``aiohttp.ClientError`` when the engine breaks
+        off.
+        """
+        if self.response is not None:
+            async for chunk in self.response.content.iter_any():
+                yield chunk
+
+    def close(self) -> None:
+        """Let go of the connection: back to the pool when the answer was read to its end, else closed."""
+        if self.response is not None:
+            if self.response.content.at_eof():
+                self.response.release()
+            else:
+                self.response.close()
+
+
+def request_headers(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> list[tuple[str, str]]:
+    """What goes on to the engine: all but hop-by-hop headers, with the request's id."""
+    kept = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in end_to_end(headers) if n not in _REPLACED]
+    return [*kept, ("x-request-id", request_id)]
+
+
+def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers without those of this connection; names in lower case."""
+    lowered = [(name.lower(), value) for name, value in headers]
+    named = {
+        token.strip().lower()
+        for name, value in lowered
+        if name == b"connection"
+        for token in value.split(b",")
+    }
+    return [(n, v) for n, v in lowered if n not in HOP_BY_HOP and n not in named]
+
+
+async def open_answer(
+    session: aiohttp.ClientSession, engine: Engine, url: str, body: bytes, headers: list[tuple[str, str]]
+) -> Answer:
+    """Send the request and wait for the first byte of its answer, as long as the engine lives.
+
+    Raises ``Failed``: refused (nobody listens), reset (the connection broke), lost (the engine fell silent),
+    busy (503 or 429; its answer is kept).
+    """
+    task = asyncio.create_task(_first_byte(session, url, body, headers))
+    try:
+        await asyncio.wait((task, engine.lost), return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        await _drop(task)
+        raise
+    if not task.done():
+        await _drop(task)
+        raise Failed("lost", f"{engine.name} fell silent: {engine.error}")
+    try:
+        answer = task.result()
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise Failed("refused", f"{engine.name} cannot be reached: {error}") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise Failed("reset", f"{engine.name} broke off: {error or type(error).__name__}") from error
+    if answer.status in (429, 503):
+        if answer.response is not None:
+            answer.close()
+            raise Failed("busy", f"{engine.name} answered {answer.status}")
+        raise Failed("busy", f"{engine.name} answered {answer.status}", answer)
+    return answer
+
+
+async def _drop(task: asyncio.Task[Answer]) -> None:
+    """End an attempt nobody waits for any more; its connection closes, which tells the engine."""
+    task.cancel()
+    (result,) = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(result, Answer):
+        result.close()
+
+
+async def _first_byte(
+    session: aiohttp.ClientSession, url: str, body: bytes, headers: list[tuple[str, str]]
+) -> Answer:
+    response = await session.post(url, data=body, headers=headers, allow_redirects=False)
+    try:
+        is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+        length = response.content_length
+        if not is_stream and length is not None and length <= WHOLE_ANSWER_BYTES:
+            first = await response.read()
+            rest: aiohttp.ClientResponse | None = None
+        else:
+            first = await response.content.readany()
+            rest = response
+    except BaseException:
+        response.close()
+        raise
+    kept = end_to_end(response.raw_headers)
+    get = response.headers.get
+    return Answer(response.status, kept, first, rest, get("x-octavo-load"), get("x-octavo-cached-tokens"))
+
+
+class Tail:
+    """The last bytes of an answer, for its usage; and whether an event has just ended."""
+
+    def __init__(self) -> None:
+        self._bytes = b""
+
+    def push(self, chunk: bytes) -> None:
+        """One more chunk went by."""
+        self._bytes = (
+            (self._bytes + chunk)[-_TAIL_BYTES:] if len(chunk) < _TAIL_BYTES else chunk[-_TAIL_BYTES:]
+        )
+
+    @property
+    def between_events(self) -> bool:
+        """True when an event may be added without cutting another in two."""
+        return not self._bytes or self._bytes.endswith((b"\n\n", b"\r\n\r\n"))
+
+    def cached_tokens(self) -> int | None:
+        """``usage.prompt_tokens_details.cached_tokens`` of the last event that has a usage."""
+        for event in reversed(self._bytes.split(b"\n\n")):
+            if event.startswith(b"data: {") and b'"usage"' in event:
+                return cached_tokens(event[len(b"data: ") :])
+        return None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _HasUsage(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+def cached_tokens(body: bytes) -> int | None:
+    """``usage.prompt_tokens_details.cached_tokens`` of a JSON answer, or None when it does not say."""
+    try:
+        answer = msgspec.json.decode(body, type=_HasUsage)
+    except msgspec.DecodeError:
+        return None
+    details = answer.usage.prompt_tokens_details if answer.usage else None
+    return details.cached_tokens if details else None
+
+
+def client_headers(answer: Answer, extra: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """What goes back to the client: the engine's headers, with the router's own in place of equal names."""
+    own = [(n.encode("latin-1"), v.encode("latin-1")) for n, v in extra.items()]
+    names = {name for name, _ in own}
+    return [(n, v) for n, v in answer.headers if n not in names] + own
