@@ -195,12 +195,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer.train_from_iterator(["hello hello hello world"] * 4, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "bos_token": "<s>",
-        "eos_token": {"content": "</s>"},
-        "add_bos_token": True,
-        "chat_template": "old",
-    }
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": "old"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
     (folder / "config.json").write_text(json.dumps({"vocab_size": 512, "eos_token_id": 1}))
@@ -223,6 +218,14 @@ def test_a_hugging_face_folder_gives_tokenizer_template_and_defaults(model_folde
         assert renderer.encode(text) == theirs.encode(text)
     assert renderer.completion("hello")[0][0] == 0
     assert renderer.render({"messages": [{"role": "user", "content": "x"}]}) == "<s>x"
+
+
+def test_special_tokens_may_be_written_as_objects(model_folder: Path, tmp_path: Path) -> None:
+    for file in model_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = {"eos_token": {"content": "</s>", "lstrip": False, "__type": "AddedToken"}, "pad_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_assets(tmp_path).special_tokens == {"eos_token": "</s>"}
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -132,6 +132,10 @@ class EngineClient:
         assert self.info is not None
         return self.info
 
+    async def changed(self) -> None:
+        """Wait for the next change of state, of stage, or of what is in flight."""
+        await self._changed.wait()
+
     @property
     def state(self) -> EngineState:
         return "draining" if self._draining and self._state == "ready" else self._state
