@@ -13,7 +13,10 @@ ROOT = Path(__file__).parents[2]
 TOPS = ("kernels", "server", "router", "operator")
 HEAVY = {"torch", "transformers", "numpy", "safetensors", "triton"}  # hundreds of megabytes, or need them
 
-# Room -> rooms of ours that it may import. A module of `octavo` outside a room (octavo.config) is its own room.
+# What the router and operator image holds.
+LIGHT = ("octavo.core", "octavo.prompt", "octavo.config", "octavo.fetch", "octavo_router", "octavo_operator")
+
+# Room -> rooms of ours that it may import. A module of `octavo` outside a room (octavo.config) is its own.
 BASE = {"octavo", "octavo.errors", "octavo.config"}
 CORE = BASE | {"octavo.core"}
 PROMPT = CORE | {"octavo.prompt", "octavo.gguf_file"}
@@ -106,12 +109,12 @@ def test_arrows_run_one_way() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("light", ["octavo.core", "octavo.config", "octavo_router", "octavo_operator"])
+@pytest.mark.parametrize("light", LIGHT)
 def test_light_rooms_name_no_heavy_library(light: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {imported}"
         for name, path in sources()
-        if name == light or name.startswith(light + ".")
+        if room(name, {light}) == light
         for imported, line in imports(name, path)
         if imported.split(".")[0] in HEAVY
     ]
@@ -120,17 +123,8 @@ def test_light_rooms_name_no_heavy_library(light: str) -> None:
 
 def test_light_rooms_load_no_torch() -> None:
     """All modules of the rooms that the router and operator image holds, imported for real."""
-    light = (
-        "octavo.core",
-        "octavo.prompt",
-        "octavo_router",
-        "octavo_operator",
-        "octavo.config",
-        "octavo.fetch",
-    )
-    names = [
-        name for name, _ in sources() if any(name == each or name.startswith(f"{each}.") for each in light)
-    ]
+    rooms = set(LIGHT)
+    names = [name for name, _ in sources() if room(name, rooms) in rooms]
     code = f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers"} & set(done.stdout.split())
