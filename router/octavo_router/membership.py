@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class _File(msgspec.Struct):
     endpoints: list[Endpoint]
 
 
-class Membership:
+class Membership(ABC):
     """A source of endpoints: ``run`` calls ``on_change`` with the whole list each time it differs.
 
     ``problem`` says why there is no list, or why it may be old; empty when all is well.
@@ -39,8 +40,9 @@ class Membership:
 
     problem: str = ""
 
+    @abstractmethod
     async def run(self, on_change: Callable[[list[Endpoint]], None]) -> None:
-        raise NotImplementedError
+        """Follow the source until cancelled."""
 
 
 def parse_endpoints(data: bytes) -> list[Endpoint]:
