@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+
 from octavo.errors import ModelLoadError
 from octavo.prompt.gguf_metadata import read_gguf_metadata
 from octavo.prompt.gguf_tokenizer import adds_bos, tokenizer_json

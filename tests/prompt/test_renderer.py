@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import tokenizers
+from tokenizers import models, pre_tokenizers, processors, trainers
+
 from octavo.config import EngineConfig
 from octavo.errors import InvalidRequest, ModelLoadError
 from octavo.prompt.assets import PromptAssets, load_assets
 from octavo.prompt.renderer import PromptRenderer
-from tokenizers import models, pre_tokenizers, trainers
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -194,8 +195,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator(["hello hello hello world"] * 4, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": "old"}
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "old"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
     (folder / "config.json").write_text(json.dumps({"vocab_size": 512, "eos_token_id": 1}))

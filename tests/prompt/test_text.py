@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from octavo.core.sampling_params import SamplingParams
 from octavo.prompt.detokenizer import Detokenizer
 from octavo.prompt.gguf_tokenizer import bytes_to_characters

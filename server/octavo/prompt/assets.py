@@ -17,7 +17,7 @@ import msgspec
 from octavo.config import EngineConfig
 from octavo.errors import ModelLoadError
 from octavo.prompt.gguf_metadata import read_gguf_metadata
-from octavo.prompt.gguf_tokenizer import template_processor, tokenizer_json
+from octavo.prompt.gguf_tokenizer import tokenizer_json
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _FORMAT = 1  # of ``to_bytes``; a reader refuses another
@@ -112,29 +112,24 @@ def _from_folder(path: Path, kwargs: dict[str, Any]) -> PromptAssets:
     named = {name: _token_text(special[name]) for name in _NAMED_TOKENS if special.get(name)}
     tokenizer = _read_json(path / "tokenizer.json")
     ids = _token_ids(tokenizer)
-    if (
-        "add_bos_token" in settings or "add_eos_token" in settings
-    ):  # said outright: it wins over tokenizer.json
-        bos, eos = (
-            (named[n], ids[named[n]]) if settings.get(f"add_{n}") and n in named else None
-            for n in ("bos_token", "eos_token")
-        )
-        tokenizer["post_processor"] = template_processor(bos, eos)
     tokenizer.update(truncation=None, padding=None)
     eos_ids = _as_list(generation.get("eos_token_id")) or _as_list(model.get("eos_token_id"))
     if not eos_ids and "eos_token" in named:
         eos_ids = [ids[named["eos_token"]]]
     return PromptAssets(
         tokenizer_json=json.dumps(tokenizer, ensure_ascii=False),
-        vocab_size=model.get("vocab_size")
-        or model.get("text_config", {}).get("vocab_size")
-        or max(ids.values()) + 1,
+        vocab_size=_vocab_size(model) or max(ids.values()) + 1,
         chat_template=_chat_template(path, settings),
         special_tokens=named,
         eos_token_ids=eos_ids,
         default_chat_template_kwargs=kwargs,
         generation_config=generation,
     )
+
+
+def _vocab_size(model: dict[str, Any]) -> int | None:
+    size = model.get("vocab_size") or model.get("text_config", {}).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:

@@ -228,15 +228,13 @@ def _post_processor(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
     eos = (
         metadata.get("tokenizer.ggml.eos_token_id") if metadata.get("tokenizer.ggml.add_eos_token") else None
     )
-    return template_processor(
+    return _template_processor(
         None if bos is None else (tokens[bos], bos), None if eos is None else (tokens[eos], eos)
     )
 
 
-def template_processor(bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> dict[str, Any]:
-    """The post-processor that puts ``bos`` before and ``eos`` after a text (each as token and id, or
-    None).
-    """
+def _template_processor(bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> dict[str, Any]:
+    """Puts ``bos`` before and ``eos`` after a text (each as token and id, or None)."""
     before = [{"SpecialToken": {"id": bos[0], "type_id": 0}}] if bos else []
     after = [{"SpecialToken": {"id": eos[0], "type_id": 0}}] if eos else []
     return {
