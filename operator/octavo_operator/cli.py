@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import kopf
-from octavo.errors import ConfigError, OctavoError
 
+from octavo.errors import ConfigError, OctavoError
 from octavo_operator import handlers, health, platform, resource
 from octavo_operator.controller import Controller
 from octavo_operator.kube import ApiError, Kube

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.errors import ConfigError
-
 from octavo_operator import builders, resource, scaling, status
 from octavo_operator import names as n
 from octavo_operator import trouble as t

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import yaml
+
 from octavo.config import EngineConfig, engine_config
 from octavo.errors import ConfigError
-
 from octavo_operator import overlay, schema
 
 GROUP, VERSION, PLURAL, KIND = "octavo.dev", "v1alpha1", "inferenceservices", "InferenceService"

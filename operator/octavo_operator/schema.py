@@ -18,6 +18,7 @@ from typing import Any
 import celpy
 import yaml
 from celpy.adapter import json_to_cel
+
 from octavo.errors import ConfigError
 
 _TYPES: dict[str, tuple[type, ...]] = {

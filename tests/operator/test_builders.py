@@ -1,4 +1,4 @@
-"""What a spec becomes in the cluster: objects that are valid, owned, labelled, restricted and never change by themselves."""
+"""What a spec becomes: objects that are valid, owned, labelled, restricted, and stay the same."""
 
 from __future__ import annotations
 

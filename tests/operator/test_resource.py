@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from octavo.errors import ConfigError
 from octavo_operator.resource import engine_args, load, router_args
 
