@@ -12,14 +12,16 @@ import argparse
 import ast
 import importlib.metadata
 import importlib.util
+import io
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import unquote
 
 from octavo.errors import ConfigError, ModelLoadError
@@ -29,6 +31,7 @@ SUPPORTED = "a path, file:///path, package://module/file or hf://org/name[@revis
 HF_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 HF_IGNORED = ("original/*", "consolidated*", "onnx/*", "*.bin.index.json")
 ENTRY = "model"  # name of the link in DEST that an engine pod serves, whatever the address was
+PROGRESS_S = 2.0  # between two lines of a download's progress
 _GGUF_MAGIC = b"GGUF"
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _HF_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -231,6 +234,7 @@ def _hub(uri: str, rest: str, dest: Path | None, say: Progress) -> Path:
         folder = huggingface_hub.snapshot_download(
             name, revision=revision or None, local_dir=local_dir,
             allow_patterns=list(HF_PATTERNS), ignore_patterns=list(HF_IGNORED),
+            tqdm_class=progress_lines(name, say),
         )  # fmt: skip
     except errors.GatedRepoError as error:
         raise ModelLoadError(
@@ -248,6 +252,26 @@ def _hub(uri: str, rest: str, dest: Path | None, say: Progress) -> Path:
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
         _unreachable(uri, name, huggingface_hub.constants.ENDPOINT, error)
     return _checked(Path(folder), uri)
+
+
+def progress_lines(name: str, say: Progress) -> type[Any]:
+    """A progress bar for the hub's client that says a line every few seconds, in logs as on screens."""
+    from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
+    class Lines(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
+        said_at = 0.0  # shared by all bars of one download
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+            now = time.monotonic()
+            if self.unit == "B" and self.n and now - Lines.said_at >= PROGRESS_S:
+                Lines.said_at = now
+                say(f"{name}: {self.n / 1e6:.0f} of {(self.total or 0) / 1e6:.0f} MB")
+            return True
+
+    return Lines
 
 
 def _unreachable(uri: str, name: str, endpoint: str, error: Exception) -> NoReturn:

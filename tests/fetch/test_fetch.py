@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from octavo.errors import ConfigError, ModelLoadError
 from octavo.fetch import fetch, link_entry, main
 

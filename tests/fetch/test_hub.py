@@ -145,3 +145,17 @@ def test_a_hub_that_cannot_be_reached_is_said_with_the_way_out(tmp_path: Path) -
     assert (
         "the Hugging Face hub at http://127.0.0.1:9 cannot be reached" in last and "give file:///path" in last
     )
+
+
+def test_a_long_download_says_now_and_then_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from octavo import fetch
+
+    said: list[str] = []
+    monkeypatch.setattr(fetch, "PROGRESS_S", 0.0)
+    bars = fetch.progress_lines("org/tiny", said.append)
+    with bars(total=4_000_000, unit="B") as bar, bars(total=2) as files:
+        bar.update(1_000_000)
+        bar.refresh()
+        files.update(1)
+        files.refresh()
+    assert said and set(said) == {"org/tiny: 1 of 4 MB"}

@@ -33,8 +33,7 @@ class Engine(Supervised):
         return self.spec.command(self.port, self.private_port)
 
     def environment(self) -> Mapping[str, str]:
-        threads = str(self.spec.threads)
-        return {"OCTAVO_PRIVATE_KEY": self._key, "OCTAVO_NUM_THREADS": threads, "OMP_NUM_THREADS": threads}
+        return {"OCTAVO_PRIVATE_KEY": self._key, "OMP_NUM_THREADS": str(self.spec.threads)}
 
     async def watch(self) -> None:
         """Follow /startup, saying each stage, until the engine is up; then /ready."""

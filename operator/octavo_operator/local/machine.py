@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
 from pathlib import Path
@@ -12,8 +13,13 @@ from octavo_operator.local.plan import HOST
 
 
 def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """The cores that this process may use: its affinity, and a container's CPU quota (cgroup version 2)."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return allowed
+    return max(1, min(allowed, math.ceil(int(quota) / int(period)))) if quota.isdigit() else allowed
 
 
 def free_ports(count: int) -> list[int]:

@@ -28,7 +28,6 @@ async def local_model(uri: str, say: Callable[[str], None]) -> str:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         limit=_LONGEST_LINE,
-        env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
         start_new_session=True,
         preexec_fn=die_with_parent(),
     )
