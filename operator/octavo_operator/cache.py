@@ -67,10 +67,18 @@ class Cache:
 
 
 def _keep(store: dict[Any, Body], key: Any, body: Body, gone: bool) -> None:
+    old = store.get(key)
+    if old and _is_older(body, old):
+        return  # an answer to our own write came before the watch told of an earlier state
     if gone:
         store.pop(key, None)
     else:
         store[key] = body
+
+
+def _is_older(body: Body, than: Body) -> bool:
+    one, other = body["metadata"], than["metadata"]
+    return one["uid"] == other["uid"] and int(one["resourceVersion"]) < int(other["resourceVersion"])
 
 
 def owner_uid(body: Mapping[str, Any]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import Any
 
 from octavo_operator import names as n
@@ -15,7 +16,7 @@ MODELS = "/models"
 FETCHED = f"{MODELS}/model"  # the link that `octavo fetch URI /models` leaves
 KEYS = "/etc/octavo/keys"
 # After the engine has cut its last streams it still has to exit before the kubelet kills it.
-EXIT_MARGIN_S = 15
+EXIT_MARGIN_S = 10
 # Loading a large model over a network takes long; a dead engine ends its own pod, so this bounds only a hang.
 STARTUP_PERIOD_S, STARTUP_LIMIT_S = 2, 3600
 
@@ -49,7 +50,7 @@ def router_template(service: InferenceService, platform: Platform, key_hash: str
 def grace_period_s(service: InferenceService) -> int:
     """Seconds from SIGTERM to SIGKILL: streams may run to the engine's drain limit."""
     config = settings(service)
-    return int(max(config.drain_timeout_s, config.drain_grace_s)) + EXIT_MARGIN_S
+    return math.ceil(config.drain_grace_s + config.drain_timeout_s) + EXIT_MARGIN_S
 
 
 def _pod_spec(service: InferenceService, platform: Platform) -> Manifest:
@@ -110,6 +111,7 @@ def _router_container(service: InferenceService, platform: Platform) -> Manifest
         f"--port={n.HTTP_PORT}",
         f"--service={n.names(service.name).engine}",
         f"--namespace={service.namespace}",
+        f"--drain-timeout-s={settings(service).drain_timeout_s:g}",  # as long as the engines behind it
         *router_args(service),
         *_key_args(service),
     ]
