@@ -23,7 +23,7 @@ from octavo_router.app import Router, RouterSettings, build_app
 from octavo_router.membership import FileMembership
 
 PRIVATE_KEY = "private"
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>"
 
 
 def byte_assets(template: str = TEMPLATE) -> PromptAssets:
@@ -41,8 +41,9 @@ ASSETS = byte_assets()
 class FakeEngine:
     """One engine replica on two ports. Its behaviour is changed by setting attributes.
 
-    ``mode``: ok, silent (takes connections and never answers), dying (resets after reading a request), refusing (503),
-    breaking (resets in the middle of a stream). ``hold``: requests wait for this event before their first byte.
+    ``mode``: ok, silent (takes connections and never answers), dying (resets after reading a request),
+    refusing (503), breaking (resets in the middle of a stream). ``hold``: requests wait for this event before
+    their first byte.
     """
 
     def __init__(
@@ -300,7 +301,7 @@ class Site:
         """The sum of a metric's samples that carry these labels."""
         _, text = await self.get("/metrics")
         wanted = [f'{k}="{v}"' for k, v in labels.items()]
-        lines = [line for line in text.splitlines() if line.startswith(("octavo_router:" + name))]
+        lines = [line for line in text.splitlines() if line.startswith("octavo_router:" + name)]
         lines = [x for x in lines if x[len("octavo_router:" + name)] in "{ " and all(w in x for w in wanted)]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
