@@ -8,12 +8,14 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import uvicorn
+import uvloop
 
 from octavo.config import parse_size
 from octavo.errors import ConfigError
@@ -31,6 +33,7 @@ DEFAULT_DRAIN_GRACE_S = 5.0
 DEFAULT_DRAIN_TIMEOUT_S = 60.0
 # Clients' connections are kept this long when idle; above the 60 s of common load balancers in front.
 CLIENT_KEEPALIVE_S = 75
+BACKLOG = 2048  # connections that wait to be taken
 
 
 class _Parser(argparse.ArgumentParser):
@@ -71,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     out.add_argument(
         "--drain-timeout-s", type=float, default=DEFAULT_DRAIN_TIMEOUT_S, metavar="S",
-        help=f"seconds after that until streams still running are cut (default: {DEFAULT_DRAIN_TIMEOUT_S})",
+        help=f"seconds after SIGTERM until running streams are cut (default: {DEFAULT_DRAIN_TIMEOUT_S})",
     )  # fmt: skip
     out.add_argument(
         "--index-memory", default=DEFAULT_BUDGET_BYTES, metavar="BYTES",
@@ -88,9 +91,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run until a signal ends it. Raises ``ConfigError``; 0 after an orderly end, 1 when the port cannot be
-    had.
-    """
+    """Run until a signal ends it, then return 0. Raises ``ConfigError``."""
     args = parser().parse_args(list(argv))
     for name in ("drain_grace_s", "drain_timeout_s"):
         if getattr(args, name) < 0:
@@ -117,45 +118,55 @@ def main(argv: Sequence[str]) -> int:
         if args.endpoints_file
         else SliceMembership(ClusterAccess.in_pod(), args.service, args.namespace or pod_namespace())
     )
-    server = RouterServer(
-        Router(settings, membership), host=args.host, port=args.port, grace_s=args.drain_grace_s,
-        timeout_s=args.drain_timeout_s,
-    )  # fmt: skip
-    return asyncio.run(server.run())
+    router = Router(settings, membership)
+    with _listen(args.host, args.port) as listening:
+        server = RouterServer(router, listening, grace_s=args.drain_grace_s, timeout_s=args.drain_timeout_s)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(server.run())
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ``ConfigError`` when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
 
 
 class RouterServer:
     """uvicorn with an end of our own: SIGTERM makes ``/ready`` fail at once, serving goes on for ``grace_s``,
-    then no connection is taken any more and running answers get ``timeout_s``. SIGINT skips the grace; a
-    second signal cuts.
+    then no connection is taken any more and running answers are finished, all within ``timeout_s``. SIGINT
+    skips the grace; a second signal cuts.
     """
 
-    def __init__(self, router: Router, *, host: str, port: int, grace_s: float, timeout_s: float) -> None:
+    def __init__(self, router: Router, listening: socket.socket, *, grace_s: float, timeout_s: float) -> None:
         self.router = router
         self._grace_s = grace_s
+        self._timeout_s = timeout_s
         self._stop: asyncio.Task[None] | None = None
         config = uvicorn.Config(
-            build_app(router), host=host, port=port, log_config=None, access_log=False, server_header=False,
+            build_app(router), log_config=None, access_log=False, server_header=False,
             date_header=False, timeout_keep_alive=CLIENT_KEEPALIVE_S,
-            timeout_graceful_shutdown=max(1, round(timeout_s)),
         )  # fmt: skip
         self._server = _Server(config)
+        self._listening = listening
 
-    async def run(self) -> int:
-        """Serve until told to end; 0 unless the port could not be had."""
+    async def run(self) -> None:
+        """Serve until told to end."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signal, number)
+        host, port = self._listening.getsockname()[:2]
+        log.info("listening on http://%s:%s, policy %s", host, port, self.router.settings.policy)
         try:
-            await self._server.serve()
-        except SystemExit as error:  # uvicorn's way to say that it cannot listen; it has logged why
-            return int(error.code or 1)
+            await self._server.serve(sockets=[self._listening])
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
             if self._stop is not None:
                 self._stop.cancel()
-        return 0
 
     def _signal(self, number: signal.Signals) -> None:
         if self._stop is not None:
@@ -163,15 +174,18 @@ class RouterServer:
             self._server.force_exit = True
             self._server.should_exit = True
             return
+        self.router.not_ready()  # remembers whether it is ready now
         self.router.draining = True
         self._stop = asyncio.create_task(self._drain(number))
 
     async def _drain(self, number: signal.Signals) -> None:
         # A router that was never ready has had no clients sent to it.
-        if number == signal.SIGTERM and self.router.was_ready:
-            log.info("draining: not ready from now on, new requests are taken for %s s", self._grace_s)
-            await asyncio.sleep(self._grace_s)
+        grace_s = self._grace_s if number == signal.SIGTERM and self.router.was_ready else 0.0
+        if grace_s:
+            log.info("draining: not ready from now on, new requests are taken for %s s", grace_s)
+            await asyncio.sleep(grace_s)
         log.info("closing: running answers are finished")
+        self._server.config.timeout_graceful_shutdown = max(1, round(self._timeout_s - grace_s))
         self._server.should_exit = True
 
 

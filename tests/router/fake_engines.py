@@ -41,8 +41,8 @@ ASSETS = byte_assets()
 class FakeEngine:
     """One engine replica on two ports. Its behaviour is changed by setting attributes.
 
-    ``mode``: ok, silent (takes connections and never answers), dying (resets after reading a request),
-    refusing (503), breaking (resets in the middle of a stream). ``hold``: requests wait for this event before
+    ``mode``: ok, silent (takes connections and never answers), dying (resets after reading a request), dying
+    once, refusing (503), breaking (resets in mid-stream). ``hold``: an event for which requests wait before
     their first byte.
     """
 
@@ -169,7 +169,8 @@ class FakeEngine:
     async def _misbehave(self, request: web.Request) -> web.Response | None:
         if self.mode == "silent":
             await asyncio.Event().wait()
-        if self.mode == "dying":
+        if self.mode in ("dying", "dying once"):
+            self.mode = "ok" if self.mode == "dying once" else self.mode
             assert request.transport is not None
             request.transport.abort()
             await asyncio.Event().wait()
@@ -182,7 +183,7 @@ class FakeEngine:
         body = await request.json()
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        record: dict[str, Any] = {"path": request.path, "headers": dict(request.headers), "body": body}
+        record: dict[str, Any] = {"path": request.path, "headers": request.headers, "body": body}
         self.seen.append(record)
         try:
             if (refusal := await self._misbehave(request)) is not None:
@@ -230,7 +231,7 @@ class FakeEngine:
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.running += 1
-        self.seen.append({"path": request.path, "body": body, "headers": dict(request.headers)})
+        self.seen.append({"path": request.path, "body": body, "headers": request.headers})
         try:
             if (refusal := await self._misbehave(request)) is not None:
                 return refusal
