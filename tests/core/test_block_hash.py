@@ -31,7 +31,9 @@ def test_names_equal_the_golden_vectors(case):
 
 @pytest.mark.parametrize("seed", ["0", "4242"])
 def test_another_process_with_another_hash_seed_agrees(seed):
-    code = "from octavo.core.block_hash import *; print(BlockHasher('sha256', 4).hash_blocks(range(8))[1].hex())"
+    code = (
+        "from octavo.core.block_hash import *; print(BlockHasher('sha256', 4).hash_blocks(range(8))[1].hex())"
+    )
     env = {**os.environ, "PYTHONHASHSEED": seed}
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     assert out.stdout.strip() == VECTORS["cases"][0]["names"][-1]
