@@ -290,6 +290,11 @@ class Scheduler:
 
     # What others may know
 
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Measured on the steps so far; 0.0 until one was."""
+        return self._rate.tokens_per_s
+
     def stats(self) -> EngineStats:
         """The load now, and totals since the start."""
         return EngineStats(
@@ -298,7 +303,7 @@ class Scheduler:
             waiting_tokens=self._waiting_tokens(),
             kv_usage=self.kv.pool.usage,
             cached_blocks=self.kv.pool.num_cached,
-            prefill_tokens_per_s=self._rate.tokens_per_s,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
             steps=self._step,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
@@ -319,6 +324,6 @@ class Scheduler:
         )
 
     def _retry_after(self) -> int:
-        rate = self._rate.tokens_per_s
+        rate = self.prefill_tokens_per_s
         guess = self._waiting_tokens() / rate if rate else 1
         return max(1, min(MAX_RETRY_AFTER_S, round(guess)))

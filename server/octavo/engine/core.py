@@ -1,0 +1,129 @@
+"""The engine without its process: a scheduler and an executor, one step at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.core.kv_cache import KVSpec
+from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats
+from octavo.core.plan import StepPlan
+from octavo.core.scheduler import Scheduler, SchedulerSettings
+from octavo.engine.executor import Executor
+from octavo.errors import ConfigError, InvalidRequest, OctavoError
+
+LONG_STEP_S = 2.0  # a step expected to take longer is foretold, lest its silence is taken for a stall
+UNMEASURED_STEP_S = 60.0  # what the first prompts may take, before their rate is known
+
+
+def wall_clock() -> Callable[[], float]:
+    """Seconds since the epoch that never jump: what the system's clock said at first, plus a steady count."""
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()
+
+
+def kv_groups(kv: dict[str, Any]) -> tuple[KVSpec, ...]:
+    """The KV groups of an executor's ``info.kv``. Raises ``ConfigError`` for a kind the scheduler has not."""
+    kinds = [group["kind"] for group in kv["groups"]]
+    if unknown := [kind for kind in kinds if kind != "full"]:
+        raise ConfigError(f"the model keeps K/V by the rule {unknown[0]!r}: only 'full' is supported")
+    return tuple(KVSpec(kind="full") for _ in kinds)
+
+
+class EngineCore:
+    """Requests in, outputs out; the caller calls ``step`` while ``has_work``.
+
+    ``foretell`` is called with the seconds expected before a step that may be long.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        *,
+        clock: Callable[[], float] | None = None,
+        foretell: Callable[[float], None] | None = None,
+    ) -> None:
+        info = executor.info
+        self.info = info
+        self._executor = executor
+        self._scheduler = Scheduler(
+            SchedulerSettings(
+                max_model_len=info.max_model_len,
+                vocab_size=info.vocab_size,
+                block_size=config.block_size,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_queue=config.max_queue,
+                enable_chunked_prefill=config.enable_chunked_prefill,
+                enable_prefix_caching=config.enable_prefix_caching,
+                prefix_caching_hash_algo=config.prefix_caching_hash_algo,
+            ),
+            info.num_blocks,
+            info.eos_token_ids,
+            clock=clock or wall_clock(),
+            groups=kv_groups(dict(info.kv)),
+        )
+        self._foretell = foretell
+        self._ended: list[EngineOutput] = []  # outputs of aborted requests, given out with the next step
+        self._admin: dict[str, Callable[[], Any]] = {"reset_prefix_cache": self._scheduler.reset_prefix_cache}
+
+    @property
+    def kv(self) -> dict[str, Any]:
+        """The ``kv`` object of ``/server_info``."""
+        hasher = self._scheduler.hasher
+        return {
+            "hash": hasher.algo,
+            "root": hasher.root.hex(),
+            "block_size": hasher.block_size,
+            "num_blocks": self.info.num_blocks,
+            **self.info.kv,
+        }
+
+    def add(self, requests: Sequence[EngineRequest]) -> None:
+        """Take all of these or none: ``InvalidRequest``, ``ContextLengthExceeded`` or ``QueueFull``."""
+        taken: list[str] = []
+        try:
+            for request in requests:
+                self._scheduler.add(request)
+                taken.append(request.request_id)
+        except OctavoError:
+            for request_id in taken:
+                self._scheduler.abort(request_id)
+            raise
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End these; their blocks are free at once, their last outputs come with the next ``step``."""
+        outputs = (self._scheduler.abort(request_id) for request_id in request_ids)
+        self._ended += [output for output in outputs if output is not None]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._ended) or self._scheduler.has_requests
+
+    def step(self) -> list[EngineOutput]:
+        """Run one step, if there is anything to compute. What the executor raises is fatal."""
+        outputs, self._ended = self._ended, []
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            if self._foretell is not None and (seconds := self._expected_s(plan)) > LONG_STEP_S:
+                self._foretell(seconds)
+            outputs += self._scheduler.update(plan, self._executor.execute(plan))
+        return outputs
+
+    def _expected_s(self, plan: StepPlan) -> float:
+        prompt = sum(len(row.token_ids) for row in plan.rows if len(row.token_ids) > 1)
+        rate = self._scheduler.prefill_tokens_per_s
+        return prompt / rate if rate else UNMEASURED_STEP_S * bool(prompt)
+
+    def stats(self) -> EngineStats:
+        return self._scheduler.stats()
+
+    def admin(self, method: str) -> Any:
+        """Call an admin method by name. Raises ``InvalidRequest`` for one that does not exist."""
+        if method not in self._admin:
+            known = ", ".join(self._admin)
+            raise InvalidRequest(f"no admin method {method!r}: known are {known}", param="method")
+        return self._admin[method]()
