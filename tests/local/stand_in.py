@@ -1,10 +1,12 @@
 """`octavo up` with light processes in place of engines and router: its own conduct is tested in seconds.
 
 Run as ``python stand_in.py up -f FILE ...``: the real runner, whose children are this file again. An engine
-with ``--max-num-seqs=13`` cannot start; it takes ``--max-queue`` hundredths of a second to be ready.
+with ``--max-num-seqs=13`` cannot start; it takes ``--max-queue`` hundredths of a second to be ready, and says
+that ``--max-num-batched-tokens`` requests wait.
 """
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -23,11 +25,19 @@ def engine(flags: dict[str, str]) -> int:
         print("octavo: max-num-seqs is 13: these engines are superstitious", flush=True)
         return 2
     began, wait_s = time.monotonic(), int(flags.get("max-queue", "20")) / 100
+    waiting = int(flags.get("max-num-batched-tokens", "0"))  # each engine's queue
+    info = {
+        "load": {"waiting": waiting, "running": 0, "kv_usage": 0.0},
+        "limits": {"max_num_seqs": int(flags.get("max-num-seqs", "1"))},
+    }
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             age = time.monotonic() - began
-            if age >= wait_s:
+            if self.path == "/server_info":
+                known = self.headers["Authorization"] == f"Bearer {os.environ['OCTAVO_PRIVATE_KEY']}"
+                answer(self, 200 if known else 401, info)
+            elif age >= wait_s:
                 answer(self, 200, {"state": "ready"})
             else:
                 stage = "loading weights" if age < wait_s / 2 else "warming"
@@ -36,6 +46,9 @@ def engine(flags: dict[str, str]) -> int:
         def log_message(self, format: str, *args: Any) -> None:
             """Quiet."""
 
+    threading.Thread(
+        target=Server(("127.0.0.1", int(flags["private-port"])), Handler).serve_forever, daemon=True
+    ).start()
     return serve(int(flags["port"]), Handler)
 
 
@@ -71,6 +84,7 @@ def serve(port: int, handler: type[BaseHTTPRequestHandler]) -> int:
 def answer(handler: BaseHTTPRequestHandler, status: int, body: object) -> None:
     data = (body if isinstance(body, str) else json.dumps(body)).encode()
     handler.send_response(status)
+    handler.send_header("Content-Type", "text/event-stream" if isinstance(body, str) else "application/json")
     handler.send_header("Content-Length", str(len(data)))
     handler.end_headers()
     handler.wfile.write(data)

@@ -210,3 +210,15 @@ def test_keys_come_from_a_folder_where_there_is_no_secret(
     up = started("-f", str(manifest.path), "--once", f"--api-key-dir={tmp_path / 'keys'}")
     assert any("Authorization: Bearer secret-1" in line for line in up.rest()), up.lines
     assert up.process.returncode == 0
+
+
+def test_autoscaling_follows_the_queue_within_its_bounds(started: Started, manifest: File) -> None:
+    waiting = ("--max-num-batched-tokens=40", "--max-num-seqs=4")
+    manifest.write(None, waiting, autoscaling={"minReplicas": 1, "maxReplicas": 3})
+    up = started("-f", str(manifest.path))
+    up.line("serving until Ctrl-C")
+    assert "maxReplicas is 3" in up.line("autoscaling: replicas 1 -> 3")
+    until(lambda: len(up.names()) == 3)
+    manifest.write(replicas=1, args=waiting)
+    up.line("replicas 3 -> 1")
+    until(lambda: len(up.names()) == 1)

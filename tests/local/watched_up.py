@@ -125,7 +125,7 @@ class File:
         self.path, self._model = path, model
         model.write_bytes(b"GGUF")
 
-    def write(self, replicas: int = 1, args: tuple[str, ...] = (), **spec: object) -> None:
+    def write(self, replicas: int | None = 1, args: tuple[str, ...] = (), **spec: object) -> None:
         body = {
             "apiVersion": "octavo.dev/v1alpha1",
             "kind": "InferenceService",
@@ -133,7 +133,7 @@ class File:
             "spec": {
                 "model": {"uri": f"file://{self._model}"},
                 "engine": {"device": "cpu", "args": list(args)},
-                "replicas": replicas,
+                **({} if replicas is None else {"replicas": replicas}),
                 **spec,
             },
         }

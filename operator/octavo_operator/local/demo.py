@@ -36,6 +36,7 @@ class Answer:
 
 def how_to_call(url: str, model: str, key: str | None) -> str:
     """The endpoint, the model and two lines to paste into a shell."""
+    quoted = json.dumps  # in double quotes, so that the shell's single quotes can hold it
     messages = [{"role": "user", "content": "Hello!"}]
     authorization = f" -H {shlex.quote(f'Authorization: Bearer {key}')}" if key else ""
     curl = (
@@ -43,8 +44,9 @@ def how_to_call(url: str, model: str, key: str | None) -> str:
         f"-d {shlex.quote(json.dumps({'model': model, 'messages': messages}))}"
     )
     python = (
-        f"from openai import OpenAI; client = OpenAI(base_url={url!r}, api_key={key or 'none'!r}); "
-        f"answer = client.chat.completions.create(model={model!r}, messages={messages!r}); "
+        "from openai import OpenAI; "
+        f"client = OpenAI(base_url={quoted(url)}, api_key={quoted(key or 'none')}); "
+        f"answer = client.chat.completions.create(model={quoted(model)}, messages={quoted(messages)}); "
         "print(answer.choices[0].message.content)"
     )
     return f"endpoint: {url}\nmodel:    {model}\n\n{curl}\n\npython -c {shlex.quote(python)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import signal
 import time
 from collections.abc import Coroutine
@@ -17,6 +18,7 @@ from octavo_operator.local.machine import cores, emptied, refuse_taken
 from octavo_operator.local.manifest import Manifest, first_key
 from octavo_operator.local.model import local_model
 from octavo_operator.local.router import Router, write_endpoints
+from octavo_operator.local.scaling import INTERVAL_S, Scaler
 from octavo_operator.local.supervised import KILL_MARGIN_S, Supervised
 from octavo_operator.resource import InferenceService, settings
 
@@ -84,14 +86,13 @@ class Runner:
         self._wanted = await self._desired(self._service)
         if self._wanted.replicas == 0 and self._once:
             raise ConfigError("spec.replicas is 0: nobody would answer; give 1 or more")
-        beside = [asyncio.create_task(self._follow_edits())]
+        beside = [self._beside(self._follow_edits()), self._beside(self._autoscale())]
         try:
             while not (self._once and self._served):
                 self._changed.clear()
                 self._reconcile()
-                if len(beside) == 1 and self._all_ready():
-                    beside.append(asyncio.create_task(self._first_answer()))
-                    beside[-1].add_done_callback(lambda _task: self._changed.set())
+                if len(beside) == 2 and self._all_ready():
+                    beside.append(self._beside(self._first_answer()))
                 for task in beside:
                     if task.done():
                         task.result()  # raises what ended it
@@ -101,10 +102,17 @@ class Runner:
                 task.cancel()
             await asyncio.wait(beside)
 
-    async def _desired(self, service: InferenceService) -> plan.Desired:
+    def _beside(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task whose end, good or bad, the loop sees at once."""
+        task = asyncio.create_task(coroutine)
+        task.add_done_callback(lambda _task: self._changed.set())
+        return task
+
+    async def _desired(self, service: InferenceService, scaled: int | None = None) -> plan.Desired:
+        """``scaled``: the replicas that autoscaling had decided before an edit."""
         model = await local_model(service.model.uri, self._say)
         keys = str(self._api_key_dir) if self._api_key_dir else None
-        return plan.desired(service, model, cores(), api_key_dir=keys)
+        return plan.desired(service, model, cores(), replicas=scaled, api_key_dir=keys)
 
     async def _wait_for_change(self) -> None:
         waiting = [process.retry_at for process in self._processes() if process.phase == "backoff"]
@@ -217,7 +225,8 @@ class Runner:
                     raise ConfigError(
                         f"metadata.name {self._wanted.name} -> {service.name}: that is another service"
                     )
-                new = await self._desired(service)
+                both = service.autoscaling and self._service.autoscaling
+                new = await self._desired(service, self._wanted.replicas if both else None)
             except OctavoError as error:
                 self._say(f"the edit is not applied: {error.message}")
                 continue
@@ -225,6 +234,22 @@ class Runner:
                 self._say(line)
             self._service, self._wanted = service, new
             self._changed.set()
+
+    async def _autoscale(self) -> None:
+        """Under native autoscaling, decide the number of replicas every few seconds."""
+        scaler = Scaler(self._secret)
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            assert self._wanted is not None and self._service is not None
+            if self._service.autoscaling is None or not self._served:
+                scaler.forget()
+                continue
+            current = self._wanted.replicas
+            decision = await scaler.decide(self._service.autoscaling, self._engines, current)
+            if decision.replicas != current and self._wanted.replicas == current:
+                self._say(f"autoscaling: replicas {current} -> {decision.replicas}: {decision.reason}")
+                self._wanted = dataclasses.replace(self._wanted, replicas=decision.replicas)
+                self._changed.set()
 
     async def _first_answer(self) -> None:
         """Say how to call the service, and show one answer."""
