@@ -13,8 +13,15 @@ from octavo_kernels.reference import ReferenceOps
 
 log = logging.getLogger(__name__)
 
-BACKENDS: dict[str, Callable[[], Ops]] = {"reference": ReferenceOps}
-AUTO: dict[str, tuple[str, ...]] = {}
+
+def _cpu() -> Ops:
+    from octavo_kernels.cpu.backend import CpuOps
+
+    return CpuOps()
+
+
+BACKENDS: dict[str, Callable[[], Ops]] = {"reference": ReferenceOps, "cpu": _cpu}
+AUTO: dict[str, tuple[str, ...]] = {"cpu": ("cpu",)}
 """What ``auto`` tries before the reference, per device type."""
 
 

@@ -1,0 +1,1 @@
+"""The C++ CPU backend."""

@@ -1,0 +1,270 @@
+"""The operations of :class:`octavo_kernels.ops.Ops` on the C++ library, in float32 and bfloat16.
+
+Called about nine times a layer and step, so each operation does little more than collect pointers and strides. A
+wrong shape or device would read memory that is not there; the one check made per call is of the dtypes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo_kernels.cpu.library import Arena, Weight, open_library, usable_cpus
+from octavo_kernels.ops import AttentionBatch, PackedWeight
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
+_PAGE_TOKENS = 16
+"""Tokens of a page come in groups of so many (kGroup)."""
+_DIM_STEP = 32
+"""Head dimensions in a page are padded to a multiple of this (kDimStep)."""
+_BRIEF_ROWS = 32
+"""Products of up to so many rows are short enough to keep Python's lock."""
+
+
+@dataclass(slots=True)
+class _Packed:
+    struct: Weight
+    address: int
+    """Of the struct."""
+    memory: mmap.mmap
+
+
+class CpuOps:
+    """C++ kernels: AMX, AVX-512 with bfloat16, or AVX2. They bring their own threads; keep torch's at one."""
+
+    name = "cpu"
+    dtypes = frozenset(_DTYPES)
+
+    def __init__(self) -> None:
+        library = open_library()
+        self.isa = library.isa
+        self._arena = Arena()
+        self._brief, self._long = library.brief, library.long
+        self._matmul = library.brief.matmul
+        self._rms_norm = library.brief.rms_norm
+        self._add_rms_norm = library.brief.add_rms_norm
+        self._rotary = library.brief.rotary
+        self._write_kv = library.brief.write_kv
+        self.set_num_threads(usable_cpus())
+
+    def set_num_threads(self, n: int) -> None:
+        self._brief.set_threads(n)
+
+    def pack(self, weight: Tensor, dtype: torch.dtype) -> PackedWeight:
+        return self._pack(weight, None, dtype)
+
+    def pack_gate_up(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> PackedWeight:
+        if gate.shape != up.shape:
+            raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} differ in shape")
+        return self._pack(gate, up, dtype)
+
+    def _pack(self, first: Tensor, second: Tensor | None, dtype: torch.dtype) -> PackedWeight:
+        if dtype not in _DTYPES:
+            raise ValueError(f"the C++ kernels hold weights as float32 or bfloat16, not {dtype}")
+        n, k = first.shape
+        sources = [t.to(dtype).contiguous() for t in (first, second) if t is not None]
+        struct = Weight(None, n, k, _DTYPES[dtype], int(second is not None))
+        address = ctypes.addressof(struct)
+        struct.data, memory = self._arena.take(self._brief.packed_bytes(address))
+        self._long.pack(address, sources[0].data_ptr(), sources[-1].data_ptr())
+        return PackedWeight((n, k), dtype, _Packed(struct, address, memory), second is not None)
+
+    def matmul(
+        self,
+        x: Tensor,
+        w: PackedWeight,
+        out: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        if x.dtype is not w.dtype:
+            raise TypeError(f"x is {x.dtype}, the weight {w.dtype}")
+        m = x.shape[0]
+        if out is None:
+            out = torch.empty((m, w.shape[0]), dtype=out_dtype or x.dtype)
+        product = self._matmul if m <= _BRIEF_ROWS else self._long.matmul
+        product(
+            x.data_ptr(),
+            x.stride(0),
+            m,
+            w.data.address,
+            None if bias is None else bias.data_ptr(),
+            0,
+            out.data_ptr(),
+            out.stride(0),
+            _DTYPES[out.dtype],
+        )
+        return out
+
+    def gate_up(
+        self, x: Tensor, w: PackedWeight, activation: str = "silu", out: Tensor | None = None
+    ) -> Tensor:
+        if x.dtype is not w.dtype:
+            raise TypeError(f"x is {x.dtype}, the weight {w.dtype}")
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"activation {activation!r} is not one of {', '.join(_ACTIVATIONS)}")
+        m = x.shape[0]
+        if out is None:
+            out = torch.empty((m, w.shape[0]), dtype=x.dtype)
+        product = self._matmul if m <= _BRIEF_ROWS else self._long.matmul
+        product(
+            x.data_ptr(),
+            x.stride(0),
+            m,
+            w.data.address,
+            None,
+            _ACTIVATIONS[activation],
+            out.data_ptr(),
+            out.stride(0),
+            _DTYPES[x.dtype],
+        )
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+        dtype = x.dtype
+        if weight.dtype is not dtype:
+            raise TypeError(f"x is {dtype}, the norm's weight {weight.dtype}")
+        if out is None:
+            out = torch.empty(x.shape, dtype=dtype)
+        if x.dim() == 3:
+            tokens, heads, dim = x.shape
+            x_head, out_head = x.stride(1), out.stride(1)
+        else:
+            tokens, dim = x.shape
+            heads, x_head, out_head = 1, 0, 0
+        self._rms_norm(
+            x.data_ptr(),
+            x.stride(0),
+            x_head,
+            weight.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            out_head,
+            tokens,
+            heads,
+            dim,
+            eps,
+            _DTYPES[dtype],
+        )
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+    ) -> Tensor:
+        dtype = x.dtype
+        if weight.dtype is not dtype or residual.dtype is not dtype:
+            raise TypeError(f"x is {dtype}, the residual {residual.dtype}, the norm's weight {weight.dtype}")
+        tokens, dim = x.shape
+        if out is None:
+            out = torch.empty((tokens, dim), dtype=dtype)
+        self._add_rms_norm(
+            x.data_ptr(),
+            x.stride(0),
+            residual.data_ptr(),
+            residual.stride(0),
+            weight.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            tokens,
+            dim,
+            eps,
+            _DTYPES[dtype],
+        )
+        return out
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+        tokens, heads, dim = q.shape
+        self._rotary(
+            q.data_ptr(),
+            q.stride(0),
+            q.stride(1),
+            heads,
+            k.data_ptr(),
+            k.stride(0),
+            k.stride(1),
+            k.shape[1],
+            dim,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            positions.data_ptr(),
+            tokens,
+            _DTYPES[q.dtype],
+        )
+
+    def kv_cache_shape(
+        self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        """[num_blocks, kv_heads, block_size, elements per token]: a head's page fills the last two dimensions.
+
+        Block sizes that are no multiple of 16 work, but take the room of one that is, and a slow path.
+        """
+        page = -(-block_size // _PAGE_TOKENS) * _PAGE_TOKENS * 2 * (-(-head_dim // _DIM_STEP) * _DIM_STEP)
+        return (num_blocks, kv_heads, block_size, -(-page // block_size))
+
+    def copy_blocks(self, cache: Tensor, src: Tensor, dst: Tensor) -> None:
+        cache[dst] = cache[src]
+
+    def write_kv(self, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
+        tokens, kv_heads, dim = k.shape
+        _, _, block_size, token_elements = cache.shape
+        self._write_kv(
+            k.data_ptr(),
+            k.stride(0),
+            k.stride(1),
+            v.data_ptr(),
+            v.stride(0),
+            v.stride(1),
+            kv_heads,
+            tokens,
+            dim,
+            cache.data_ptr(),
+            block_size,
+            token_elements,
+            slots.data_ptr(),
+            _DTYPES[cache.dtype],
+        )
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        _, heads, dim = q.shape
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype)
+        tables = batch.block_tables
+        _, kv_heads, block_size, token_elements = cache.shape
+        (self._brief if batch.max_query_len <= _BRIEF_ROWS else self._long).attention(
+            q.data_ptr(),
+            q.stride(0),
+            q.stride(1),
+            out.data_ptr(),
+            out.stride(0),
+            out.stride(1),
+            cache.data_ptr(),
+            block_size,
+            token_elements,
+            batch.query_start.data_ptr(),
+            batch.seq_lens.data_ptr(),
+            tables.data_ptr(),
+            tables.stride(0),
+            tables.shape[0],
+            heads,
+            kv_heads,
+            dim,
+            scale,
+            window or 0,
+            softcap or 0.0,
+            _DTYPES[cache.dtype],
+        )
+        return out

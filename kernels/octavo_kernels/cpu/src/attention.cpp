@@ -1,0 +1,25 @@
+#include "attention.h"
+
+#include "attention_vector.h"
+
+namespace octavo {
+namespace OCTAVO_ISA {
+
+void attend(const Attention& a, const AttentionTask& task) {
+    if (a.cache.dtype == kFloat32) attend_tile<float, VectorProducts<float>>(a, task);
+    else attend_tile<bf16, VectorProducts<bf16>>(a, task);
+}
+
+void merge(const Attention& a, const AttentionTask& task) {
+    const long rows = task.tokens * (a.heads / a.kv_heads), padded_dim = a.cache.padded_dim;
+    float* at = thread_scratch(rows * (2 + padded_dim));
+    const Softmax running = carve(at, rows, padded_dim);
+    clear(running, rows, padded_dim);
+    for (long chunk = task.chunk_begin; chunk < task.chunk_end; chunk++)
+        merge_rows(partial_slot(a, task.partial + chunk - task.chunk_begin), running, rows, padded_dim);
+    if (a.cache.dtype == kFloat32) write_rows<float>(a, task, running);
+    else write_rows<bf16>(a, task, running);
+}
+
+}  // namespace OCTAVO_ISA
+}  // namespace octavo

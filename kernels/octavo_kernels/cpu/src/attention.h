@@ -1,0 +1,248 @@
+// Blocked ("flash") attention over the pages of a sequence: Dao et al., arXiv 2205.14135, over vLLM's paged cache
+// (arXiv 2309.06180). The context is cut at absolute multiples of kChunk; each chunk gives its own maximum, sum and
+// weighted values, and chunks are merged from left to right. So a row's result is the same whichever rows share its
+// tile, however long the tile is, and whether or not the context was split over threads.
+//
+// The two products (queries with keys, probabilities with values) are a policy: on vector registers, or on AMX tiles.
+#pragma once
+
+#include "cache.h"
+#include "simd.h"
+
+namespace octavo {
+namespace OCTAVO_ISA {
+
+void attend(const Attention& a, const AttentionTask& task);
+void merge(const Attention& a, const AttentionTask& task);
+
+constexpr long kChunkGroups = kChunk / kGroup;
+constexpr long kRowPad = 16;    // scratch rows come in whole AMX tiles
+
+// Running or partial result of a tile of rows: maxima [rows], sums [rows], values [rows][padded_dim].
+struct Softmax {
+    float* maximum;
+    float* sum;
+    float* values;
+};
+
+template <class T>
+struct Tile {
+    long rows;                 // query tokens times heads a KV head; what lies in the padding does not matter
+    const T* keys[kChunkGroups];
+    const T* values[kChunkGroups];
+    long groups;               // in use of the two above
+    long dim, padded_dim;
+    float* queries;            // as the policy's Query type, [rows up to kRowPad][padded_dim]
+    float* scores;             // [rows up to kRowPad][kChunk]
+    float* probabilities;      // as the policy's Query type, same shape; may be scores
+    Softmax chunk, running;
+    T* spare;                  // keys and values of kChunkGroups groups, where they cannot be read in place
+};
+
+static const float kMinusInfinity = -__builtin_inff();
+
+static inline float exp1(float x) {
+    alignas(64) float lanes[kWidth];
+    store(lanes, exp(set1(x)));
+    return lanes[0];
+}
+
+static inline Softmax carve(float*& at, long rows, long padded_dim) {
+    Softmax s{at, at + rows, at + 2 * rows};
+    at += rows * (2 + padded_dim);
+    return s;
+}
+
+// Copy the valid tokens of a group (keys and values) to `to`, zeros after them: what lies behind the end of a sequence
+// may be anything, and zero times infinity is not zero.
+template <class T>
+void gather_group(const Attention& a, const AttentionTask& task, long token, long end, T* keys, T* values) {
+    const CacheLayout& c = a.cache;
+    const int32_t* table = a.block_tables + task.sequence * a.table_stride;
+    for (long i = 0; i < 2 * c.group_elements(); i++) (i < c.group_elements() ? keys[i] : values[i - c.group_elements()]) = T{};
+    for (long i = 0; i < kGroup && token + i < end; i++) {
+        const long block = table[(token + i) / c.block_size], offset = (token + i) % c.block_size;
+        const T* from_keys = key_group<T>(c, block, task.kv_head, offset / kGroup);
+        const T* from_values = value_group<T>(c, block, task.kv_head, offset / kGroup);
+        for (long d = 0; d < c.dim; d++) {
+            keys[key_offset<T>(i, d)] = from_keys[key_offset<T>(offset % kGroup, d)];
+            values[value_offset<T>(c, i, d)] = from_values[value_offset<T>(c, offset % kGroup, d)];
+        }
+    }
+}
+
+// The first `tokens` of a group's values, zeros after them.
+template <class T>
+void copy_values(const CacheLayout& c, const T* from, long tokens, T* to) {
+    for (long i = 0; i < c.group_elements(); i++) to[i] = T{};
+    if (sizeof(T) == 4) {
+        __builtin_memcpy(to, from, tokens * c.padded_dim * sizeof(T));
+        return;
+    }
+    const long pairs = tokens / 2 * 2 * c.padded_dim;
+    __builtin_memcpy(to, from, pairs * sizeof(T));
+    if (tokens % 2)
+        for (long d = 0; d < c.padded_dim; d++) to[pairs + 2 * d] = from[pairs + 2 * d];
+}
+
+// Point the tile at the groups that hold the tokens [begin, end), begin a multiple of kGroup.
+template <class T>
+void find_groups(const Attention& a, const AttentionTask& task, long begin, long end, Tile<T>& tile) {
+    const CacheLayout& c = a.cache;
+    const int32_t* table = a.block_tables + task.sequence * a.table_stride;
+    const bool aligned = c.block_size % kGroup == 0;
+    tile.groups = 0;
+    for (long token = begin; token < end; token += kGroup) {
+        const long g = tile.groups++;
+        T* spare_keys = tile.spare + 2 * g * c.group_elements();
+        T* spare_values = spare_keys + c.group_elements();
+        if (!aligned) {
+            gather_group(a, task, token, end, spare_keys, spare_values);
+            tile.keys[g] = spare_keys;
+            tile.values[g] = spare_values;
+            continue;
+        }
+        const long block = table[token / c.block_size], group = token % c.block_size / kGroup;
+        tile.keys[g] = key_group<T>(c, block, task.kv_head, group);
+        tile.values[g] = value_group<T>(c, block, task.kv_head, group);
+        if (end - token < kGroup) {
+            copy_values(c, tile.values[g], end - token, spare_values);
+            tile.values[g] = spare_values;
+        }
+    }
+}
+
+// Scores of one row to probabilities relative to the row's maximum; only columns [begin, end) are seen.
+template <class P>
+void softmax_row(float* scores, long columns, long begin, long end, float scale, float softcap, P* out, float& maximum,
+                 float& sum_out) {
+    if (begin >= end) {
+        for (long i = 0; i < columns; i++) out[i] = P{};
+        maximum = kMinusInfinity;
+        sum_out = 0.0f;
+        return;
+    }
+    if (softcap > 0.0f) {
+        const Vec inner = set1(scale / softcap), cap = set1(softcap);
+        for (long i = 0; i < columns; i += kWidth) store(scores + i, mul(tanh(mul(load(scores + i), inner)), cap));
+        scale = 1.0f;
+    }
+    for (long i = 0; i < begin; i++) scores[i] = kMinusInfinity;
+    for (long i = end; i < columns; i++) scores[i] = kMinusInfinity;
+    Vec top = load(scores);
+    for (long i = kWidth; i < columns; i += kWidth) top = max(top, load(scores + i));
+    maximum = largest(top) * scale;
+    const Vec factor = set1(scale), shift = set1(-maximum);
+    Vec total = zero();
+    for (long i = 0; i < columns; i += kWidth) {
+        const Vec p = exp(fma(load(scores + i), factor, shift));
+        total = add(total, p);
+        store(out + i, p);
+    }
+    sum_out = sum(total);
+}
+
+// running := running merged with the next chunk.
+static inline void merge_rows(const Softmax& chunk, const Softmax& running, long rows, long padded_dim) {
+    for (long r = 0; r < rows; r++) {
+        if (chunk.maximum[r] == kMinusInfinity) continue;
+        const float top = running.maximum[r] > chunk.maximum[r] ? running.maximum[r] : chunk.maximum[r];
+        const float old_factor = exp1(running.maximum[r] - top), new_factor = exp1(chunk.maximum[r] - top);
+        running.maximum[r] = top;
+        running.sum[r] = running.sum[r] * old_factor + chunk.sum[r] * new_factor;
+        float* values = running.values + r * padded_dim;
+        const float* more = chunk.values + r * padded_dim;
+        const Vec old_vec = set1(old_factor), new_vec = set1(new_factor);
+        for (long d = 0; d < padded_dim; d += kWidth)
+            store(values + d, fma(load(more + d), new_vec, mul(load(values + d), old_vec)));
+    }
+}
+
+static inline void clear(const Softmax& s, long rows, long padded_dim) {
+    for (long r = 0; r < rows; r++) {
+        s.maximum[r] = kMinusInfinity;
+        s.sum[r] = 0.0f;
+    }
+    for (long i = 0; i < rows * padded_dim; i++) s.values[i] = 0.0f;
+}
+
+template <class T>
+void write_rows(const Attention& a, const AttentionTask& task, const Softmax& result) {
+    const long share = a.heads / a.kv_heads, dim = a.cache.dim;
+    for (long r = 0; r < task.tokens * share; r++) {
+        const long token = a.query_start[task.sequence] + task.first + r / share;
+        T* out = static_cast<T*>(a.out) + token * a.out_token + (task.kv_head * share + r % share) * a.out_head;
+        const float* values = result.values + r * a.cache.padded_dim;
+        const Vec scale = set1(1.0f / result.sum[r]);
+        long d = 0;
+        for (; d + kWidth <= dim; d += kWidth) store(out + d, mul(load(values + d), scale));
+        if (d < dim) store_some(out + d, mul(load(values + d), scale), dim - d);
+    }
+}
+
+template <class T, class Query>
+void load_queries(const Attention& a, const AttentionTask& task, Query* to) {
+    const long share = a.heads / a.kv_heads, dim = a.cache.dim, padded_dim = a.cache.padded_dim;
+    for (long r = 0; r < task.tokens * share; r++, to += padded_dim) {
+        const long token = a.query_start[task.sequence] + task.first + r / share;
+        const T* q = static_cast<const T*>(a.q) + token * a.q_token + (task.kv_head * share + r % share) * a.q_head;
+        long d = 0;
+        for (; d + kWidth <= dim; d += kWidth) store(to + d, load(q + d));
+        if (d < dim) store_some(to + d, load_some(q + d, dim - d), dim - d);
+        for (d = dim; d < padded_dim; d++) to[d] = Query{};
+    }
+}
+
+static inline Softmax partial_slot(const Attention& a, long slot) {
+    const long rows = round_up(a.tile_tokens * (a.heads / a.kv_heads), kRowPad);
+    float* at = a.partials + slot * rows * (2 + a.cache.padded_dim);
+    return carve(at, rows, a.cache.padded_dim);
+}
+
+template <class T, class Products>
+void attend_tile(const Attention& a, const AttentionTask& task) {
+    using Query = typename Products::Query;
+    const CacheLayout& c = a.cache;
+    const long share = a.heads / a.kv_heads, rows = task.tokens * share, padded_rows = round_up(rows, kRowPad);
+    const long spare = kChunkGroups * 2 * c.group_elements() * sizeof(T) / sizeof(float);
+    float* at = thread_scratch(padded_rows * (3 * c.padded_dim + 2 * kChunk + 4) + spare);
+    Tile<T> tile;
+    tile.rows = rows;
+    tile.dim = c.dim;
+    tile.padded_dim = c.padded_dim;
+    tile.queries = at;
+    tile.scores = tile.queries + padded_rows * c.padded_dim;
+    tile.probabilities = tile.scores + padded_rows * kChunk;
+    at = tile.probabilities + padded_rows * kChunk;
+    tile.spare = reinterpret_cast<T*>(at);
+    at += spare;
+    tile.chunk = carve(at, padded_rows, c.padded_dim);
+    tile.running = carve(at, padded_rows, c.padded_dim);
+    load_queries<T>(a, task, reinterpret_cast<Query*>(tile.queries));
+    if (task.partial < 0) clear(tile.running, rows, c.padded_dim);
+
+    const long length = a.query_start[task.sequence + 1] - a.query_start[task.sequence];
+    const long position = a.seq_lens[task.sequence] - length + task.first;    // of the first query
+    const long lowest = a.window > 0 ? larger(0, position - a.window + 1) : 0;
+    for (long chunk = task.chunk_begin; chunk < task.chunk_end; chunk++) {
+        const long begin = larger(chunk * kChunk, lowest / kGroup * kGroup);
+        const long end = smaller((chunk + 1) * kChunk, position + task.tokens);
+        find_groups(a, task, begin, end, tile);
+        if (task.partial >= 0) tile.chunk = partial_slot(a, task.partial + chunk - task.chunk_begin);
+        Products::score(tile);
+        const long columns = tile.groups * kGroup;
+        Query* probabilities = reinterpret_cast<Query*>(tile.probabilities);
+        for (long r = 0; r < rows; r++) {
+            const long own = position + r / share;
+            const long first = a.window > 0 ? larger(0, own - a.window + 1 - begin) : 0;
+            softmax_row(tile.scores + r * kChunk, columns, first, smaller(own + 1 - begin, columns), a.scale, a.softcap,
+                        probabilities + r * kChunk, tile.chunk.maximum[r], tile.chunk.sum[r]);
+        }
+        Products::weigh(tile);
+        if (task.partial < 0) merge_rows(tile.chunk, tile.running, rows, c.padded_dim);
+    }
+    if (task.partial < 0) write_rows<T>(a, task, tile.running);
+}
+
+}  // namespace OCTAVO_ISA
+}  // namespace octavo

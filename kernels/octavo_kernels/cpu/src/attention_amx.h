@@ -1,0 +1,12 @@
+#pragma once
+
+#include "kernels.h"
+
+namespace octavo {
+namespace amx {
+
+// Attention on AMX tiles; few rows and float32 go to the vector registers.
+void tile_attend(const Attention& a, const AttentionTask& task);
+
+}  // namespace amx
+}  // namespace octavo

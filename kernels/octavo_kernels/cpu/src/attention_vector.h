@@ -1,0 +1,143 @@
+// The two products of attention on vector registers, in float32: tokens side by side for the scores, dimensions side by
+// side for the values, every row of the tile against each vector that is loaded.
+#pragma once
+
+#include "attention.h"
+
+namespace octavo {
+namespace OCTAVO_ISA {
+
+// Rows whose sums stay in registers together.
+constexpr int kAttentionRows = kWidth == 16 ? 8 : 3;
+
+static inline void prefetch_group(const void* p, long bytes) {
+    for (long i = 0; i < bytes; i += 64) _mm_prefetch(static_cast<const char*>(p) + i, _MM_HINT_T0);
+}
+
+template <int M>
+static inline void score_group(const float* q, long stride, const float* keys, long dim, float* scores) {
+    Vec acc[M][kGroupVecs];
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < kGroupVecs; v++) acc[m][v] = zero();
+    for (long d = 0; d < dim; d++, keys += kGroup)
+        for (int v = 0; v < kGroupVecs; v++) {
+            const Vec column = load(keys + v * kWidth);
+            for (int m = 0; m < M; m++) acc[m][v] = fma(column, set1(q[m * stride + d]), acc[m][v]);
+        }
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < kGroupVecs; v++) store(scores + m * kChunk + v * kWidth, acc[m][v]);
+}
+
+template <int M>
+static inline void score_group(const float* q, long stride, const bf16* keys, long dim, float* scores) {
+    Vec even[M][kGroupVecs], odd[M][kGroupVecs];
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < kGroupVecs; v++) even[m][v] = odd[m][v] = zero();
+    for (long d = 0; d < dim; d += 2, keys += 2 * kGroup)
+        for (int v = 0; v < kGroupVecs; v++) {
+            Vec first, second;
+            load_pairs(keys + v * kWidth * 2, first, second);
+            for (int m = 0; m < M; m++) {
+                even[m][v] = fma(first, set1(q[m * stride + d]), even[m][v]);
+                odd[m][v] = fma(second, set1(q[m * stride + d + 1]), odd[m][v]);
+            }
+        }
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < kGroupVecs; v++) store(scores + m * kChunk + v * kWidth, add(even[m][v], odd[m][v]));
+}
+
+// 32 dimensions of the values, weighted; `values` points at the first of them.
+template <int M>
+static inline void weigh_slice(const Tile<float>& t, long slice, const float* p, float* out) {
+    Vec acc[M][kPanelVecs];
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < kPanelVecs; v++) acc[m][v] = zero();
+    for (long g = 0; g < t.groups; g++) {
+        const float* values = t.values[g] + slice;
+        for (long token = g * kGroup; token < (g + 1) * kGroup; token++, values += t.padded_dim)
+            for (int v = 0; v < kPanelVecs; v++) {
+                const Vec row = load(values + v * kWidth);
+                for (int m = 0; m < M; m++) acc[m][v] = fma(row, set1(p[m * kChunk + token]), acc[m][v]);
+            }
+    }
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < kPanelVecs; v++) store(out + m * t.padded_dim + slice + v * kWidth, acc[m][v]);
+}
+
+template <int M>
+static inline void weigh_slice(const Tile<bf16>& t, long slice, const float* p, float* out) {
+    Vec acc[M][kPanelVecs];
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < kPanelVecs; v++) acc[m][v] = zero();
+    for (long g = 0; g < t.groups; g++) {
+        const bf16* values = t.values[g] + 2 * slice;
+        for (long token = g * kGroup; token < (g + 1) * kGroup; token += 2, values += 2 * t.padded_dim)
+            for (int v = 0; v < kPanelVecs; v++) {
+                Vec first, second;
+                load_pairs(values + v * kWidth * 2, first, second);
+                for (int m = 0; m < M; m++) {
+                    acc[m][v] = fma(first, set1(p[m * kChunk + token]), acc[m][v]);
+                    acc[m][v] = fma(second, set1(p[m * kChunk + token + 1]), acc[m][v]);
+                }
+            }
+    }
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < kPanelVecs; v++) store(out + m * t.padded_dim + slice + v * kWidth, acc[m][v]);
+}
+
+template <class T>
+struct VectorProducts {
+    using Query = float;
+
+    template <int M>
+    static void score_rows(const Tile<T>& t, long row) {
+        const long bytes = kGroup * t.padded_dim * sizeof(T);
+        for (long g = 0; g < t.groups; g++) {
+            if (row == 0) {    // the first pass over a chunk reads it from memory
+                if (g + 1 < t.groups) prefetch_group(t.keys[g + 1], bytes);
+                prefetch_group(t.values[g], bytes);
+            }
+            score_group<M>(t.queries + row * t.padded_dim, t.padded_dim, t.keys[g], t.dim,
+                           t.scores + row * kChunk + g * kGroup);
+        }
+    }
+
+    template <int M>
+    static void weigh_rows(const Tile<T>& t, long row) {
+        for (long slice = 0; slice < t.padded_dim; slice += kPanel)
+            weigh_slice<M>(t, slice, t.probabilities + row * kChunk, t.chunk.values + row * t.padded_dim);
+    }
+
+    template <template <int> class Step>
+    static void by_rows(const Tile<T>& t) {
+        long row = 0;
+        for (; row + kAttentionRows <= t.rows; row += kAttentionRows) Step<kAttentionRows>::run(t, row);
+        switch (t.rows - row) {
+            case 0: return;
+            case 1: return Step<1>::run(t, row);
+            case 2: return Step<2>::run(t, row);
+#if defined(__AVX512F__)
+            case 3: return Step<3>::run(t, row);
+            case 4: return Step<4>::run(t, row);
+            case 5: return Step<5>::run(t, row);
+            case 6: return Step<6>::run(t, row);
+            default: return Step<7>::run(t, row);
+#endif
+        }
+    }
+
+    template <int M>
+    struct Score {
+        static void run(const Tile<T>& t, long row) { score_rows<M>(t, row); }
+    };
+    template <int M>
+    struct Weigh {
+        static void run(const Tile<T>& t, long row) { weigh_rows<M>(t, row); }
+    };
+
+    static void score(const Tile<T>& t) { by_rows<Score>(t); }
+    static void weigh(const Tile<T>& t) { by_rows<Weigh>(t); }
+};
+
+}  // namespace OCTAVO_ISA
+}  // namespace octavo

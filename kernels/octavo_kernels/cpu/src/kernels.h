@@ -1,0 +1,137 @@
+// What an operation needs to know, and the table of functions that one instruction set offers.
+#pragma once
+
+#include "common.h"
+
+namespace octavo {
+
+// A weight packed by pack_panel(). float32: [panel][k][32 columns]; bfloat16: [panel][k / 32][half][k pair][16 columns][2],
+// k padded with zeros to a multiple of 32. Columns past n are zero.
+struct Weight {
+    const void* data;
+    long n;        // columns of the product: rows of the weight, or of gate alone in a pair
+    long k;
+    int dtype;
+    int paired;    // gate and up interleaved by half panels
+
+    long panels() const { return paired ? ceil_div(n, kHalfPanel) : ceil_div(n, kPanel); }
+    long panel_elements() const { return kPanel * (dtype == kBFloat16 ? round_up(k, kTileK) : k); }
+};
+
+struct Pack {
+    const void* first;     // [n, k] row-major; gate in a pair
+    const void* second;    // up, in a pair
+    void* out;
+    Weight weight;
+};
+
+struct Matmul {
+    const void* x;         // [m, k] in the weight's dtype, k padded with zeros to a multiple of 32 where bfloat16
+    long x_stride;         // elements
+    const float* wide_x;   // the same as float32, or null where the kernel for this m does not want it
+    long wide_stride;
+    long m;
+    Weight weight;
+    const void* bias;      // [n] in the weight's dtype, or null
+    int activation;        // of gate, in a pair
+    void* out;             // [m, n]
+    long out_stride;
+    int out_dtype;
+};
+
+struct Norm {
+    const void* x;         // [rows / heads, heads, dim]
+    void* residual;        // null, or [rows, dim] contiguous rows: becomes x + residual, and its norm is taken
+    const void* weight;
+    void* out;
+    long heads, dim;
+    long x_token, x_head, residual_token, out_token, out_head;    // strides in elements
+    float eps;
+    int dtype;
+};
+
+struct Rotary {
+    void* q;
+    void* k;
+    long q_token, q_head, k_token, k_head;
+    long heads, kv_heads, dim;
+    const float* cos;      // [positions, dim / 2]
+    const float* sin;
+    const int64_t* positions;
+    int dtype;
+};
+
+// Where a KV head's keys and values of one block lie: keys first, then values, each in groups of 16 tokens.
+// Keys: float32 [group][dim][16 tokens], bfloat16 [group][dim / 2][16][2].
+// Values: float32 [group][16][dim], bfloat16 [group][8 token pairs][dim][2].
+struct CacheLayout {
+    void* data;
+    long block_stride, head_stride;    // elements
+    long block_size, dim, padded_dim;
+    int dtype;
+
+    long groups() const { return ceil_div(block_size, kGroup); }
+    long group_elements() const { return kGroup * padded_dim; }
+};
+
+struct WriteKV {
+    CacheLayout cache;
+    const void* k;
+    const void* v;
+    long k_token, k_head, v_token, v_head;
+    long kv_heads;
+    const int64_t* slots;
+};
+
+struct Attention {
+    const void* q;
+    void* out;
+    long q_token, q_head, out_token, out_head;
+    CacheLayout cache;
+    const int32_t* query_start;
+    const int32_t* seq_lens;
+    const int32_t* block_tables;
+    long table_stride;
+    long heads, kv_heads;
+    float scale;
+    long window;           // 0: none
+    float softcap;         // 0: none
+    long tile_tokens;      // queries of one sequence that one task takes
+    float* partials;       // [slot][rows up to a multiple of 16][2 + padded_dim], for tasks that share a sequence
+};
+
+// The queries [first, first + tokens) of a sequence, all heads of one KV head: rows = tokens * (heads / kv_heads), and
+// the softmax blocks [chunk_begin, chunk_end) of their context.
+struct AttentionTask {
+    int32_t sequence, kv_head, first, tokens, chunk_begin, chunk_end;
+    int32_t partial;       // first slot of partials, one per chunk; -1: write the result itself
+};
+
+// The range of softmax blocks that the queries of a task see.
+static inline void chunk_range(const Attention& a, AttentionTask& task) {
+    const long length = a.query_start[task.sequence + 1] - a.query_start[task.sequence];
+    const long position = a.seq_lens[task.sequence] - length + task.first;
+    const long begin = a.window > 0 ? larger(0, position - a.window + 1) : 0;
+    task.chunk_begin = int32_t(begin / kChunk);
+    task.chunk_end = int32_t(ceil_div(position + task.tokens, kChunk));
+}
+
+struct Kernels {
+    const char* name;
+    // Panels [panel_begin, panel_end) of rows [row_begin, row_end).
+    void (*matmul)(const Matmul&, long panel_begin, long panel_end, long row_begin, long row_end);
+    bool (*wants_wide_x)(const Matmul&);
+    void (*widen)(const Matmul&, float* out, long row_begin, long row_end);
+    void (*norm)(const Norm&, long row_begin, long row_end);
+    void (*rotary)(const Rotary&, long token_begin, long token_end);
+    void (*write_kv)(const WriteKV&, long token_begin, long token_end);
+    void (*attend)(const Attention&, const AttentionTask&);
+    // Merge the partial results of a split task, which covered chunks task.chunk_begin to task.chunk_end.
+    void (*merge)(const Attention&, const AttentionTask&);
+};
+
+
+void pack_panels(const Pack&, long panel_begin, long panel_end);
+float* thread_scratch(size_t floats);    // 64-byte aligned, kept by the calling thread until it asks for more
+
+}  // namespace octavo

@@ -1,0 +1,19 @@
+// Matrix product on vector registers: float32 activations against float32 or bfloat16 weights.
+#pragma once
+
+#include "kernels.h"
+
+namespace octavo {
+namespace OCTAVO_ISA {
+
+void matmul(const Matmul& a, long panel_begin, long panel_end, long row_begin, long row_end);
+void widen(const Matmul& a, float* out, long row_begin, long row_end);
+
+// Up to this many rows a product is bound by reading the weights, and widening bfloat16 to float32 is free.
+constexpr long kWideRows = 4;
+// While rows are few, the weights stream from memory: how far ahead of use they are asked for.
+constexpr long kPrefetchBytes = 2048;
+constexpr long kStreamRows = 32;
+
+}  // namespace OCTAVO_ISA
+}  // namespace octavo

@@ -1,0 +1,12 @@
+#pragma once
+
+#include "kernels.h"
+
+namespace octavo {
+namespace amx {
+
+// bfloat16 product on AMX tiles; few rows and float32 go to the vector registers.
+void tile_matmul(const Matmul& a, long panel_begin, long panel_end, long row_begin, long row_end);
+
+}  // namespace amx
+}  // namespace octavo

@@ -1,0 +1,36 @@
+// The functions of one instruction set. This file, like every operation's, is compiled once for each set.
+#include "attention.h"
+#include "cache.h"
+#include "matmul.h"
+#include "norm.h"
+#include "rotary.h"
+
+#if defined(__AMX_BF16__)
+#include "attention_amx.h"
+#include "matmul_amx.h"
+#endif
+
+#define OCTAVO_TEXT_(x) #x
+#define OCTAVO_TEXT(x) OCTAVO_TEXT_(x)
+
+namespace octavo {
+namespace OCTAVO_ISA {
+namespace {
+
+bool wants_wide_x(const Matmul& a) {
+    return a.weight.dtype == kBFloat16 && (kWidth == 8 || a.m <= kWideRows);
+}
+
+#if defined(__AMX_BF16__)
+const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), amx::tile_matmul, wants_wide_x, widen, norm, rotary, write_kv,
+                    amx::tile_attend, merge};
+#else
+const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), matmul, wants_wide_x, widen, norm, rotary, write_kv, attend, merge};
+#endif
+
+}  // namespace
+
+const Kernels* kernels() { return &table; }
+
+}  // namespace OCTAVO_ISA
+}  // namespace octavo

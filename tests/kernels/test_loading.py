@@ -1,0 +1,102 @@
+"""Which backend serves, and how a missing or unfit one is reported."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from octavo_kernels import KernelsUnavailable, load
+from octavo_kernels.cpu import library
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.delenv("OCTAVO_KERNELS", raising=False)
+    library.open_library.cache_clear()
+    yield
+    library.open_library.cache_clear()
+
+
+@pytest.mark.skipif(
+    not os.environ.get("CI"), reason="a machine without a compiler may test the reference alone"
+)
+def test_ci_serves_with_the_compiled_kernels():
+    assert load().name == "cpu", f"{library.LIBRARY} did not load"
+
+
+def test_without_the_library_the_reference_serves_and_says_so_once(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "libkernels.so")
+    assert load().name == "reference"
+    assert len(caplog.records) == 1 and "install a C++ compiler" in caplog.text
+    with pytest.raises(KernelsUnavailable, match="not built"):
+        load("cpu")
+
+
+def test_a_library_that_cannot_be_loaded_is_reported(monkeypatch, tmp_path):
+    broken = tmp_path / "libkernels.so"
+    broken.write_text("no library")
+    monkeypatch.setattr(library, "LIBRARY", broken)
+    with pytest.raises(KernelsUnavailable, match="cannot be loaded"):
+        load("cpu")
+
+
+def test_the_environment_forces_a_backend(monkeypatch):
+    monkeypatch.setenv("OCTAVO_KERNELS", "reference")
+    assert load().name == "reference"
+    monkeypatch.setenv("OCTAVO_KERNELS", "fastest")
+    with pytest.raises(ValueError, match="not one of auto, cpu, reference"):
+        load()
+
+
+def test_an_unknown_instruction_set_is_refused(monkeypatch):
+    monkeypatch.setenv("OCTAVO_KERNELS_ISA", "sse2")
+    with pytest.raises(ValueError, match="not one of amx, avx512, avx2"):
+        load("cpu")
+
+
+def test_float16_is_served_by_the_reference():
+    assert load(dtype=torch.float16).name == "reference"
+
+
+def test_threads_that_come_and_go_and_callers_that_collide_get_right_results():
+    try:
+        ops = load("cpu")
+    except KernelsUnavailable as why:
+        pytest.skip(str(why))
+    x, w = torch.randn(64, 256), torch.randn(512, 256)
+    packed = ops.pack(w, torch.float32)
+    expected = ops.matmul(x, packed)
+    wrong = []
+
+    def work():
+        for _ in range(50):
+            if not torch.equal(ops.matmul(x, packed), expected):
+                wrong.append(1)
+
+    for threads in (4, 1, 3):
+        ops.set_num_threads(threads)
+        callers = [threading.Thread(target=work) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+    assert not wrong
+
+
+def test_weights_give_their_memory_back():
+    code = """
+import torch
+from octavo_kernels import load
+ops = load()
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+w = torch.ones(4096, 4096)
+ops.pack(w, torch.float32)
+before = resident()
+for _ in range(8):
+    ops.pack(w, torch.float32)
+assert resident() - before < 300 << 20, resident() - before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
