@@ -1,7 +1,7 @@
 """Read the header of a GGUF file: metadata and the table of tensors, without numpy or torch.
 
 Follows the GGUF specification (ggml repository, docs/gguf.md), versions 2 and 3, little endian. The metadata
-of a 262,144-token vocabulary reads in about 0.1 s (the gguf package's reader takes many seconds). Used for the
+of a 262,144-token vocabulary reads in about 0.1 s (the gguf package's reader: many seconds). Used for the
 model's shape, the tokenizer and the weights alike.
 """
 
