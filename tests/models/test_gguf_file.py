@@ -5,6 +5,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+
 from octavo.errors import ModelLoadError
 from octavo.gguf_file import TENSOR_TYPES, GGUFFile
 

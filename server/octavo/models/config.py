@@ -1,4 +1,4 @@
-"""What a model is: its shape and constants, read from ``config.json`` or from GGUF metadata. No torch here."""
+"""What a model is: shape and constants, from ``config.json`` or from GGUF metadata. No torch here."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from octavo.errors import ModelLoadError
 from octavo.gguf_file import GGUFFile
+from octavo.layers.rope import ROPE_KINDS, RopeConfig
 from octavo.models.gguf_config import gguf_as_hf_config
 
-ROPE_KINDS = ("default", "linear", "llama3")
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
     "swish": "silu",
@@ -24,20 +24,11 @@ _GEMMA_PATTERN = 6  # every sixth layer of Gemma 3 sees everything
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """One rotary base and how it is scaled. The last three fields matter to ``llama3`` only."""
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
-
-@dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Everything the layers need to know. ``windows`` holds one entry a layer: None, or tokens seen (itself too)."""
+    """Everything the layers need to know.
+
+    ``windows`` holds one entry a layer: None, or tokens seen (itself too).
+    """
 
     architecture: str
     vocab_size: int
@@ -137,7 +128,8 @@ def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
     quantised = (values.get("quantization_config") or {}).get("quant_method")
     if quantised:
         raise ModelLoadError(
-            f"{where}: weights quantised as {quantised!r} are not supported yet; use plain safetensors, or a GGUF file"
+            f"{where}: weights quantised as {quantised!r} are not supported yet; use plain safetensors, "
+            "or a GGUF file"
         )
     for key in ("mlp_bias", "use_bidirectional_attention"):
         if values.get(key):
@@ -174,7 +166,9 @@ def _windows(architecture: str, values: Mapping[str, Any]) -> tuple[int | None, 
         first = int(values.get("max_window_layers", layers)) if values.get("use_sliding_window") else layers
         kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
     if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
-        raise ValueError(f"layer_types must name sliding_attention or full_attention for each of {layers} layers")
+        raise ValueError(
+            f"layer_types must name sliding_attention or full_attention for each of {layers} layers"
+        )
     if "sliding_attention" in kinds and not window:
         raise ValueError(f"layers slide, but sliding_window is {window}")
     return tuple(int(window) if kind == "sliding_attention" and window else None for kind in kinds)
@@ -198,9 +192,7 @@ def _ropes(architecture: str, values: Mapping[str, Any], where: str) -> tuple[Ro
 def _rope(theta: float, scaling: Mapping[str, Any], values: Mapping[str, Any], where: str) -> RopeConfig:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_KINDS:
-        raise ModelLoadError(
-            f"{where}: rope scaling {kind!r} is not supported: {', '.join(ROPE_KINDS)} are"
-        )
+        raise ModelLoadError(f"{where}: rope scaling {kind!r} is not supported: {', '.join(ROPE_KINDS)} are")
     if scaling.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelLoadError(f"{where}: partial_rotary_factor is not supported")
     if kind == "default":

@@ -11,31 +11,34 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemm
 _ACTIVATION = {"llama": "silu", "qwen3": "silu", "gemma3": "gelu_pytorch_tanh"}
 _GEMMA_27B_LAYERS = 62  # the one Gemma 3 whose query scale is hidden_size / heads, as in llama.cpp
 
-# Parameter names inside a layer: ours (Hugging Face's) to GGUF's.
+# Parameter names inside a layer: GGUF's to ours (Hugging Face's).
 _LAYER_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
 }
 _GEMMA_LAYER_NAMES = {
     **_LAYER_NAMES,
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
-_TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 def gguf_as_hf_config(file: GGUFFile) -> dict[str, Any]:
-    """The metadata as ``config.json`` keys. Raises ``ModelLoadError`` naming an architecture or key it cannot use."""
+    """The metadata as ``config.json`` keys.
+
+    Raises ``ModelLoadError`` naming an architecture or key it cannot use.
+    """
     kind = file.metadata.get("general.architecture", "none")
     if kind not in ARCHITECTURES:
         raise ModelLoadError(
@@ -77,14 +80,17 @@ def gguf_as_hf_config(file: GGUFFile) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None}
 
 
-def gguf_name(name: str, architecture: str) -> str:
-    """GGUF's name of our parameter: ``model.layers.3.mlp.up_proj.weight`` is ``blk.3.ffn_up.weight``."""
+def from_gguf_name(name: str, architecture: str) -> str:
+    """Our name of a GGUF tensor: ``blk.3.ffn_up.weight`` is ``model.layers.3.mlp.up_proj.weight``.
+
+    A name that no architecture has is given back as it is.
+    """
     stem, _, suffix = name.rpartition(".")
     if stem in _TOP_NAMES:
         return f"{_TOP_NAMES[stem]}.{suffix}"
-    layer, _, inner = stem.removeprefix("model.layers.").partition(".")
+    block, _, inner = stem.removeprefix("blk.").partition(".")
     names = _GEMMA_LAYER_NAMES if architecture.startswith("Gemma") else _LAYER_NAMES
-    return f"blk.{layer}.{names[inner]}.{suffix}"
+    return f"model.layers.{block}.{names[inner]}.{suffix}" if inner in names else name
 
 
 def _rope_scaling(kind: str | None, factor: float | None) -> dict[str, Any] | None:

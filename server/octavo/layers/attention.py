@@ -1,0 +1,60 @@
+"""Self-attention over the paged cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from octavo.layers.batch import ForwardBatch
+from octavo.layers.linear import COLUMNS, ROWS, Linear
+from octavo.layers.norm import RMSNorm
+from octavo.layers.weights import Weights
+from octavo_kernels import Ops
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSettings:
+    """What differs between layers and architectures. ``rotary`` is (cos, sin) float32 [positions, D/2]."""
+
+    scale: float
+    rotary: tuple[Tensor, Tensor]
+    window: int | None = None
+    softcap: float | None = None
+    bias: bool = False
+    qk_norm_eps: float | None = None
+    qk_norm_offset: float = 0.0
+
+
+class Attention:
+    """o(attention(rotate(norm(q)), rotate(norm(k)), v)); reads ``x``, leaves the result in ``y``.
+
+    The keys and values of the whole batch are written before any row attends, so that rows of one step may
+    read blocks which other rows of it fill.
+    """
+
+    def __init__(self, ops: Ops, weights: Weights, name: str, settings: AttentionSettings) -> None:
+        self._rotary, self._write, self._attend = ops.rotary, ops.write_kv, ops.paged_attention
+        self._settings = settings
+        self._cos, self._sin = settings.rotary
+        names = [f"{name}q_proj", f"{name}k_proj", f"{name}v_proj"]
+        self._qkv = Linear(ops, weights, names, COLUMNS, settings.bias)
+        self._o = Linear(ops, weights, [f"{name}o_proj"], ROWS, settings.bias)
+        self._q_norm = self._k_norm = None
+        if settings.qk_norm_eps is not None:
+            eps, offset = settings.qk_norm_eps, settings.qk_norm_offset
+            self._q_norm = RMSNorm(ops, weights, f"{name}q_norm", eps, offset)
+            self._k_norm = RMSNorm(ops, weights, f"{name}k_norm", eps, offset)
+
+    def __call__(self, batch: ForwardBatch, cache: Tensor) -> None:
+        a, settings = batch.activations, self._settings
+        self._qkv(a.x, a.qkv)
+        if self._q_norm is not None and self._k_norm is not None:
+            self._q_norm.in_place(a.q)
+            self._k_norm.in_place(a.k)
+        self._rotary(a.q, a.k, self._cos, self._sin, batch.positions)
+        self._write(a.k, a.v, cache, batch.slots)
+        self._attend(
+            a.q, cache, batch.attention, settings.scale, settings.window, settings.softcap, a.attended
+        )
+        self._o(a.attended_flat, a.y)

@@ -1,0 +1,44 @@
+"""From token ids to the residual stream, and from there to logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.layers.batch import ForwardBatch
+from octavo.layers.weights import Weights
+from octavo_kernels import Ops
+
+
+class Embedding:
+    """Rows of the embedding table, times ``scale`` (rounded to the model's dtype, as Gemma's code does)."""
+
+    def __init__(self, weights: Weights, name: str, scale: float = 1.0) -> None:
+        self.table = weights.tensor(f"{name}.weight")
+        self._scale = float(torch.tensor(scale).to(self.table.dtype))
+
+    def __call__(self, batch: ForwardBatch) -> None:
+        """Set the residual stream, and clear what would be added to it first."""
+        a = batch.activations
+        torch.index_select(self.table, 0, batch.token_ids, out=a.residual)
+        if self._scale != 1.0:
+            a.residual.mul_(self._scale)
+        a.y.zero_()
+
+
+class LogitsHead:
+    """x [S, hidden] -> float32 logits [S, vocabulary];
+
+    the tied table is packed a second time for the product.
+    """
+
+    def __init__(self, ops: Ops, table: Tensor, softcap: float | None = None) -> None:
+        self._matmul = ops.matmul
+        self._weight = ops.pack(table, table.dtype)
+        self._softcap = softcap
+
+    def __call__(self, x: Tensor) -> Tensor:
+        logits = self._matmul(x, self._weight, out_dtype=torch.float32)
+        if self._softcap is not None:
+            logits.div_(self._softcap).tanh_().mul_(self._softcap)
+        return logits

@@ -1,0 +1,49 @@
+"""Matrices: a linear layer over one or several stacked parameters, and the gated MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from octavo.layers.batch import ActivationViews
+from octavo.layers.weights import Weights
+from octavo_kernels import Ops
+
+COLUMNS, ROWS = 0, 1  # which dimension of [N, K] a rank holds a share of: outputs, or inputs
+
+
+class Linear:
+    """y = x W^T (+ b). Several names of equal input width are stacked into one product (q, k and v)."""
+
+    def __init__(
+        self, ops: Ops, weights: Weights, names: Sequence[str], dim: int, bias: bool = False
+    ) -> None:
+        self._matmul = ops.matmul
+        self._weight = weights.format.pack(ops, weights, names, dim)
+        self._bias: Tensor | None = None
+        if bias:
+            cut = COLUMNS if dim == COLUMNS else None
+            self._bias = torch.cat([weights.tensor(f"{name}.bias", cut) for name in names])
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """x [T, K] -> out [T, N]."""
+        return self._matmul(x, self._weight, out, self._bias)
+
+
+class GatedMLP:
+    """down(act(gate(x)) * up(x)); reads ``x``, leaves the result in ``y``."""
+
+    def __init__(
+        self, ops: Ops, weights: Weights, name: str, activation: Literal["silu", "gelu_tanh"]
+    ) -> None:
+        self._gate_up = ops.gate_up
+        self._activation = activation
+        self._weight = weights.format.pack_gate_up(ops, weights, f"{name}gate_proj", f"{name}up_proj")
+        self._down = Linear(ops, weights, [f"{name}down_proj"], ROWS)
+
+    def __call__(self, a: ActivationViews) -> None:
+        self._gate_up(a.x, self._weight, self._activation, a.mlp)
+        self._down(a.mlp, a.y)

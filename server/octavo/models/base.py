@@ -1,0 +1,98 @@
+"""What the architectures share: embed, run the layers, norm, project to the vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.layers.attention import AttentionSettings
+from octavo.layers.batch import ActivationShape, ForwardBatch
+from octavo.layers.decoder import DecoderLayer
+from octavo.layers.embedding import Embedding, LogitsHead
+from octavo.layers.norm import RMSNorm
+from octavo.layers.rotary import RotaryTables
+from octavo.layers.weights import Weights
+from octavo.models.config import ModelConfig
+from octavo_kernels import Ops
+
+ROPE_FACTORS = "rope_freqs.weight"  # in GGUF files of Llama 3: what divides each rotary frequency
+
+
+@dataclasses.dataclass(frozen=True)
+class Builder:
+    """What a layer is built from: the kernels, the parameters, the config, the shared rotary tables."""
+
+    ops: Ops
+    weights: Weights
+    config: ModelConfig
+    rotary: RotaryTables
+
+    def norm(self, name: str, offset: float = 0.0) -> RMSNorm:
+        return RMSNorm(self.ops, self.weights, name, self.config.rms_norm_eps, offset)
+
+    def attention_settings(self, index: int) -> AttentionSettings:
+        """The settings of layer ``index`` that the config decides."""
+        config = self.config
+        return AttentionSettings(
+            scale=config.query_scale,
+            rotary=self.rotary.get(config.rope_of_layers[index]),
+            window=config.windows[index],
+            softcap=config.attn_softcap,
+            bias=config.attention_bias,
+        )
+
+
+class CausalLM:
+    """A decoder-only model. An architecture says how its layers are built, and its constants.
+
+    Loads every parameter on construction (``ModelLoadError`` names what is missing or unexpected); rotary
+    tables reach ``max_positions``.
+    """
+
+    norm_offset = 0.0  # what the architecture adds to the stored weights of its norms
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_positions: int) -> None:
+        self.config = config
+        self.shape = ActivationShape(
+            hidden=config.hidden_size,
+            heads=config.num_heads // weights.world,
+            kv_heads=config.num_kv_heads // weights.world,
+            head_dim=config.head_dim,
+            intermediate=config.intermediate_size // weights.world,
+        )
+        factors = weights.exact(ROPE_FACTORS) if weights.has(ROPE_FACTORS) else None
+        rotary = RotaryTables(config.head_dim, max_positions, weights.device, factors)
+        build = Builder(ops, weights, config, rotary)
+        self._embedding = Embedding(weights, "model.embed_tokens", self.embedding_scale(config))
+        self._layers = [self.build_layer(build, index) for index in range(config.num_layers)]
+        self._norm = build.norm("model.norm", self.norm_offset)
+        table = self._embedding.table
+        if config.tie_word_embeddings:
+            weights.ignore("lm_head.weight")
+        else:
+            table = weights.tensor("lm_head.weight")
+        self._head = LogitsHead(ops, table, config.final_softcap)
+        weights.finish()
+
+    @staticmethod
+    def embedding_scale(config: ModelConfig) -> float:
+        """What embeddings are multiplied by."""
+        return 1.0
+
+    def build_layer(self, build: Builder, index: int) -> DecoderLayer:
+        raise TypeError(f"{type(self).__name__} does not say how its layers are built")
+
+    def forward(self, batch: ForwardBatch, caches: Sequence[Tensor]) -> Tensor:
+        """Run T tokens through all layers, writing their keys and values -> hidden states [T, hidden]."""
+        self._embedding(batch)
+        for layer, cache in zip(self._layers, caches, strict=True):
+            layer(batch, cache)
+        self._norm.add_and_norm(batch.activations)
+        return batch.activations.x
+
+    def logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        """Float32 logits [S, vocabulary] of the given rows of ``hidden`` (None: of all)."""
+        return self._head(hidden if rows is None else torch.index_select(hidden, 0, rows))

@@ -1,0 +1,116 @@
+"""From logits to tokens. Each row is drawn by itself, so no row changes because of its neighbours.
+
+Greedy rows cost one argmax. A random row is drawn by inverting the cumulative distribution at one uniform
+number (``octavo.sampling.random``): over the vocabulary in its order, or, where top-k or top-p cut it, over
+the tokens from the most likely down, equal ones by id. All of it runs in numpy: on CPUs its argmax, sort and
+exp are many times faster than torch's, and a row's result does not depend on how many rows there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.core.plan import SampleSpec, TokenLogprobs
+from octavo.sampling.logprobs import token_logprobs
+from octavo.sampling.random import uniforms
+
+Row = NDArray[np.float32]
+
+MIN_TEMPERATURE = (
+    1e-6  # below it float32 logits differ by more than the temperature: the draw is greedy anyhow
+)
+_PART = 64  # tokens summed together before the cumulative sum
+NOT_FINITE = "the model produced logits that are not finite numbers (NaN or infinity)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Draw:
+    """What one row gave: a token, with its log probabilities if asked for, or an error."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Draw]:
+    """Draw one token for each row of float32 logits [S, V].
+
+    A row with NaN, +infinity or nothing but -infinity gets an error; -infinity alone is a token of
+    probability zero. Equal logits: the lowest token id wins. Log probabilities are the model's own, before
+    temperature and cuts.
+    """
+    if logits.device.type == "cpu":
+        rows = logits.numpy()
+        best: list[int] = rows.argmax(axis=1).tolist()  # a NaN counts as the largest, so it is found here
+    else:
+        best = torch.argmax(logits, dim=1).tolist()
+        rows = logits.cpu().numpy()
+    peaks = rows[np.arange(len(best)), best]
+    finite: list[bool] = np.isfinite(peaks).tolist()
+    random = [i for i, spec in enumerate(specs) if spec.temperature > 0 and finite[i]]
+    numbers = dict(zip(random, _uniforms(specs, random), strict=True)) if random else {}
+    draws = []
+    for i, spec in enumerate(specs):
+        if not finite[i]:
+            draws.append(Draw(token=-1, error=NOT_FINITE))
+            continue
+        token = _draw(rows[i], peaks[i], spec, numbers[i]) if i in numbers else best[i]
+        logprobs = None if spec.logprobs is None else token_logprobs(rows[i], token, spec.logprobs)
+        draws.append(Draw(token, logprobs))
+    return draws
+
+
+def _uniforms(specs: Sequence[SampleSpec], chosen: Sequence[int]) -> list[float]:
+    numbers: list[float] = uniforms(
+        [(specs[i].seed, specs[i].sample_index, specs[i].position) for i in chosen]
+    ).tolist()
+    return numbers
+
+
+def _draw(row: Row, peak: np.float32, spec: SampleSpec, number: float) -> int:
+    inverse = np.float32(1.0 / max(spec.temperature, MIN_TEMPERATURE))
+    if spec.top_k in (0, -1) and spec.top_p >= 1.0:
+        return _draw_from_all(np.exp((row - peak) * inverse), number)
+    return _draw_from_top(row, peak, inverse, spec, number)
+
+
+def _draw_from_all(weights: Row, number: float) -> int:
+    """Invert the cumulative sum in two steps: over sums of parts of the vocabulary, then inside one part."""
+    parts = np.add.reduceat(weights, np.arange(0, len(weights), _PART)).astype(np.float64)
+    cumulative = np.cumsum(parts)
+    target = number * cumulative[-1]
+    part = int(np.searchsorted(cumulative, target, side="right"))
+    part = min(part, _last_positive(parts))
+    inside = weights[part * _PART : (part + 1) * _PART].astype(np.float64)
+    before = cumulative[part] - parts[part]
+    offset = int(np.searchsorted(np.cumsum(inside) + before, target, side="right"))
+    return part * _PART + min(offset, _last_positive(inside))
+
+
+def _draw_from_top(row: Row, peak: np.float32, inverse: np.float32, spec: SampleSpec, number: float) -> int:
+    """Keep the k most likely, of those the fewest that hold top_p of the mass (at least one), and draw among
+    them.
+    """
+    size = len(row)
+    k = size if spec.top_k in (0, -1) else min(spec.top_k, size)
+    values = row if k == size else np.partition(row, size - k)[size - k :]
+    descending = np.sort(values)[::-1]
+    cumulative = np.cumsum(np.exp((descending - peak) * inverse), dtype=np.float64)
+    kept = k
+    if spec.top_p < 1.0:
+        kept = min(k, int(np.searchsorted(cumulative, spec.top_p * cumulative[-1], side="left")) + 1)
+    place = int(np.searchsorted(cumulative[:kept], number * cumulative[kept - 1], side="right"))
+    place = min(place, kept - 1)
+    value = descending[place]
+    among_equals = place - int(np.searchsorted(-descending, -value, side="left"))
+    return int(np.flatnonzero(row == value)[among_equals])
+
+
+def _last_positive(weights: NDArray[np.float64]) -> int:
+    return int(np.flatnonzero(weights > 0)[-1])
