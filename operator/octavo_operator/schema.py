@@ -186,7 +186,12 @@ def _rules(value: Any, node: Node, path: str) -> Iterator[tuple[str, str]]:
 @functools.cache
 def _program(expression: str) -> celpy.Runner:
     environment = celpy.Environment()
-    return environment.program(environment.compile(expression))
+    return environment.program(environment.compile(expression), functions={"format": _format})
+
+
+def _format(pattern: str, values: list[Any]) -> celpy.celtypes.StringType:
+    """``'%d'.format([1])``: Kubernetes has it beyond plain CEL, and allows no ``string(1)`` in a message."""
+    return celpy.celtypes.StringType(str(pattern) % tuple(values))
 
 
 def _evaluate(expression: str, value: Any) -> Any:
