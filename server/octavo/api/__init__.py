@@ -1,0 +1,1 @@
+"""The OpenAI server: routes, request fields, answers, streams, keys, metrics, and the life of the process."""

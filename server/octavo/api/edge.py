@@ -1,0 +1,100 @@
+"""The outermost layer of an HTTP application: keys, request ids, the load header, faults, and the count of
+answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.api.errors import InternalFault, Unauthorized, error_response
+from octavo.api.keys import KeySet
+from octavo.api.service import Service
+
+OPEN_PATHS = frozenset(["/health", "/live", "/ready", "/startup", "/ping", "/metrics"])
+_MAX_REQUEST_ID = 128  # characters of a client's X-Request-Id that are echoed
+_log = logging.getLogger("octavo.api")
+_encoder = msgspec.json.Encoder()
+
+
+class Edge:
+    """Wraps an application. Without a key every path but ``open_paths`` is denied, whatever route it may
+    be.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, keys: KeySet, open_paths: frozenset[str]) -> None:
+        self._app = app
+        self._service = service
+        self._keys = keys
+        self._open = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})  # there are no websockets here
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.monotonic(), 0
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        request_id = _request_id(headers.get(b"x-request-id"))
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), *self._extra_headers(request_id)]
+            await send(message)
+
+        try:
+            if scope["path"] not in self._open and self._keys.required:
+                sent = headers.get(b"authorization", b"").decode("latin-1")
+                if not self._keys.allows(sent):
+                    why = "the API key is not known" if sent else "an API key is needed"
+                    raise Unauthorized(f"{why}: send the header Authorization: Bearer KEY")
+            await self._app(scope, receive, answer)
+        except Unauthorized as error:
+            await error_response(error)(scope, receive, answer)
+        except ClientDisconnect:
+            _log.debug("the client of request %s left before its body was read", request_id)
+        except Exception:
+            self._service.metrics.internal_errors.inc()
+            _log.exception("%s %s failed (request %s)", scope["method"], scope["path"], request_id)
+            if not status:
+                fault = InternalFault("the server failed on this request")
+                await error_response(fault)(scope, receive, answer)
+        finally:
+            self._count(scope, status, time.monotonic() - began, request_id)
+
+    def _extra_headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
+        headers = [
+            (b"x-request-id", request_id.encode("latin-1")),
+            (b"x-octavo-load", _encoder.encode(self._service.load())),
+        ]
+        if self._service.draining:  # connections that are kept open go elsewhere
+            headers.append((b"connection", b"close"))
+        return headers
+
+    def _count(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
+        route = scope.get("route")
+        path = getattr(route, "path", "unknown")
+        self._service.metrics.http.labels(scope["method"], path, str(status or "closed")).inc()
+        level = logging.DEBUG if scope["path"] in self._open else logging.INFO
+        if _log.isEnabledFor(level):
+            shown = status or "client left"
+            _log.log(level, "%s %s %s %.3f s %s", scope["method"], scope["path"], shown, seconds, request_id)
+
+
+def _request_id(sent: bytes | None) -> str:
+    """The client's own, if it can stand in a header; else a new one."""
+    if sent:
+        text = sent.decode("latin-1")
+        if len(text) <= _MAX_REQUEST_ID and text.isascii() and text.isprintable():
+            return text
+    return uuid.uuid4().hex

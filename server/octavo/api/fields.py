@@ -1,0 +1,176 @@
+"""The fields of a request: which are known, which are supported, and how each is read.
+
+A known field that is not supported may only hold a value that means "off"; a name nobody knows is ignored and
+counted. Names and meanings are OpenAI's, and vLLM's where OpenAI is silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from octavo.errors import InvalidRequest
+
+MAX_STOP_STRINGS = 4  # as OpenAI
+
+_OFF: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "priority": (0,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "structured_outputs": (),
+    "response_format": ({"type": "text"},),
+    "kv_transfer_params": (),
+    "echo": (False,),
+    "include_reasoning": (True,),
+    "reasoning_effort": (),
+}
+_OFF_CHAT: dict[str, tuple[Any, ...]] = {
+    **_OFF,
+    "chat_template": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "documents": ([],),
+    "modalities": (["text"],),
+    "audio": (),
+}
+_OFF_COMPLETION: dict[str, tuple[Any, ...]] = {**_OFF, "best_of": (1,), "suffix": ("",)}
+_SAMPLING = [
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "logprobs",
+]
+_COMMON = [
+    "model",
+    "stream",
+    "stream_options",
+    "cache_salt",
+    "request_id",
+    "user",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+]
+_CHAT = [
+    "messages",
+    "max_completion_tokens",
+    "top_logprobs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+]
+CHAT_FIELDS = frozenset([*_SAMPLING, *_COMMON, *_CHAT, *_OFF_CHAT])
+COMPLETION_FIELDS = frozenset([*_SAMPLING, *_COMMON, "prompt", "add_special_tokens", *_OFF_COMPLETION])
+
+
+class Fields:
+    """Typed reading of a JSON object. Each method returns the default for a missing field or null, and raises
+    ``InvalidRequest`` with the field's name, its value and what is allowed.
+    """
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self.body = body
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.body.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise wrong(name, value, "true or false")
+        return value
+
+    def integer(self, name: str, default: int | None = None) -> int | None:
+        value = self.body.get(name)
+        if value is None:
+            return default
+        if isinstance(value, float) and value.is_integer():  # some languages know one kind of number
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise wrong(name, value, "a whole number")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.body.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise wrong(name, value, "a number")
+        return value
+
+    def text(self, name: str) -> str | None:
+        value = self.body.get(name)
+        if value is not None and not isinstance(value, str):
+            raise wrong(name, value, "a string")
+        return value
+
+    def stop(self) -> tuple[str, ...]:
+        value = self.body.get("stop")
+        if value is None:
+            return ()
+        strings = [value] if isinstance(value, str) else value
+        if not isinstance(strings, list) or not all(isinstance(one, str) for one in strings):
+            raise wrong("stop", value, "a string or a list of strings")
+        if len(strings) > MAX_STOP_STRINGS:
+            raise InvalidRequest(
+                f"stop holds {len(strings)} strings: at most {MAX_STOP_STRINGS}", param="stop"
+            )
+        if not all(strings):
+            raise wrong("stop", value, "non-empty strings")
+        return tuple(strings)
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        value = self.body.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            raise wrong(name, value, "a list of token ids")
+        for token in value:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31:
+                raise wrong(name, token, "a list of token ids of this model")
+        return tuple(value)
+
+
+def wrong(name: str, value: Any, allowed: str) -> InvalidRequest:
+    """The error for a field of the wrong type or out of range."""
+    return InvalidRequest(f"{name} is {value!r:.100}: it must be {allowed}", param=name)
+
+
+def refuse_unsupported(body: Mapping[str, Any], chat: bool) -> None:
+    """Raise ``InvalidRequest`` for a known field that asks for something not supported."""
+    for name, off in (_OFF_CHAT if chat else _OFF_COMPLETION).items():
+        value = body.get(name)
+        if value is None or any(
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in off
+        ):
+            continue
+        allowed = f" or give {off[0]!r}" if off else ""
+        raise InvalidRequest(
+            f"{name} is {value!r:.100}: not supported yet; leave it out{allowed}",
+            param=name,
+            code="unsupported_parameter",
+        )
+
+
+def unknown_names(body: Iterable[str], chat: bool) -> list[str]:
+    """Names in the body that mean nothing here."""
+    return [name for name in body if name not in (CHAT_FIELDS if chat else COMPLETION_FIELDS)]

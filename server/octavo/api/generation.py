@@ -1,0 +1,202 @@
+"""One client request on its way through the engine: its choices, their text, its usage.
+
+Whoever holds a ``Generation`` owns its engine requests: closing it, at whatever point, frees what they hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+
+from octavo.api.errors import InternalFault
+from octavo.api.metrics import Metrics
+from octavo.core.outputs import EngineOutput, EngineRequest, FinishReason
+from octavo.core.plan import TokenLogprobs
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.client import EngineClient
+from octavo.engine.messages import Ready
+from octavo.engine.stream import OutputStream
+from octavo.errors import InvalidRequest, QueueFull
+from octavo.prompt.renderer import PromptRenderer
+from octavo.prompt.text_stream import TextStream
+
+ANSWER_WITHIN_S = 0.25  # how long the engine may take to refuse; after that a stream's headers go out
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What is new of one choice."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class _Sequence:
+    """One engine request and the choices that show it (several, when greedy choices would all be equal)."""
+
+    def __init__(
+        self, request: EngineRequest, choices: list[int], renderer: PromptRenderer, sampling: SamplingParams
+    ) -> None:
+        self.request = request
+        self.choices = choices
+        self.text = TextStream(renderer, request.prompt_token_ids, sampling)
+        self.num_tokens = 0
+        self.cached_tokens = 0
+        self.last_time = 0.0
+        self.finished = False
+
+
+class Generation:
+    """Prompts x n choices; choice ``p * n + i`` is sample ``i`` of prompt ``p``."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        info: Ready,
+        renderer: PromptRenderer,
+        metrics: Metrics,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        *,
+        max_queue: int,
+        max_running: int,
+        cache_salt: str | None = None,
+    ) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self.sampling = sampling
+        self.prompts = prompts
+        self.num_choices = len(prompts) * sampling.n
+        samples = 1 if sampling.greedy else sampling.n
+        if len(prompts) * samples > max_queue:
+            asked = f"{len(prompts) * samples} sequences ({len(prompts)} prompts x n {samples})"
+            raise InvalidRequest(
+                f"the request asks for {asked}: at most {max_queue} fit the queue",
+                param="n" if samples > len(prompts) else "prompt",
+            )
+        self._max_in_flight = max_queue + max_running
+        seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
+        self._arrival = time.time()
+        name = uuid.uuid4().hex
+        self._stream: OutputStream | None = None
+        self._first: asyncio.Future[EngineOutput]
+        self._sequences: dict[str, _Sequence] = {}
+        for p, prompt in enumerate(prompts):
+            limits = {"n": 1, "stop": (), "seed": seed, "max_tokens": _max_tokens(sampling, prompt, info)}
+            alone = msgspec.structs.replace(sampling, **limits)
+            for sample in range(samples):
+                request = EngineRequest(
+                    request_id=f"{name}-{p}-{sample}",
+                    prompt_token_ids=prompt,
+                    sampling=alone,
+                    sample_index=sample,
+                    cache_salt=cache_salt,
+                    arrival_time=self._arrival,
+                )
+                first = p * sampling.n
+                choices = list(range(first, first + sampling.n)) if samples < sampling.n else [first + sample]
+                self._sequences[request.request_id] = _Sequence(request, choices, renderer, sampling)
+
+    async def start(self, *, answer_first: bool) -> None:
+        """Hand the requests to the engine.
+
+        With ``answer_first`` it also waits, a moment, for what the engine says first, so that a refusal still
+        gets a status of its own. Raises ``InvalidRequest``, ``QueueFull`` or ``Unavailable``.
+        """
+        requests = [sequence.request for sequence in self._sequences.values()]
+        if self._engine.in_flight + len(requests) > self._max_in_flight:
+            raise QueueFull("the queue is full: come back later")
+        self._stream = self._engine.submit(requests)
+        self._metrics.started(requests, self.sampling)
+        self._first = asyncio.ensure_future(anext(self._stream))
+        if answer_first:
+            await asyncio.wait({self._first}, timeout=ANSWER_WITHIN_S)
+            if self._first.done() and (error := self._first.exception()) is not None:
+                await self.close()
+                raise error
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """What is new, until every choice has ended. Raises ``InternalFault`` or ``Unavailable`` when one
+        failed.
+        """
+        assert self._stream is not None
+        left = len(self._sequences)
+        output = await self._first
+        while True:
+            sequence = self._sequences[output.request_id]
+            if not sequence.finished:
+                for delta in self._take(sequence, output):
+                    yield delta
+                left -= sequence.finished
+            if not left:
+                return
+            output = await anext(self._stream)
+
+    async def close(self) -> None:
+        """Abort what has not ended. Must be called, however the request ends."""
+        if self._stream is None:
+            return
+        self._first.cancel()
+        await asyncio.gather(self._first, return_exceptions=True)
+        await self._stream.aclose()
+        for sequence in self._sequences.values():
+            if not sequence.finished:
+                sequence.finished = True
+                self._metrics.finished("abort")
+
+    def _take(self, sequence: _Sequence, output: EngineOutput) -> list[Delta]:
+        if output.finish_reason == "error":
+            sequence.finished = True
+            self._metrics.finished("error")
+            self._metrics.internal_errors.inc()
+            raise InternalFault(f"the engine failed on this request: {output.error}")
+        now = time.time()
+        delta = sequence.text.push(output.token_ids, output.finish_reason, output.stop_reason)
+        counted = output.token_ids[: delta.num_tokens]
+        self._metrics.tokens(
+            now - (sequence.last_time or self._arrival), len(counted), not sequence.num_tokens
+        )
+        sequence.num_tokens += len(counted)
+        sequence.last_time = now
+        sequence.cached_tokens = max(sequence.cached_tokens, output.num_cached_tokens)
+        if delta.finish_reason is not None:
+            sequence.finished = True
+            self._metrics.finished(delta.finish_reason)
+            self._metrics.sequence(now - self._arrival, sequence.num_tokens, output.times)
+            if output.finish_reason is None:  # a stop string: the engine does not know yet
+                self._engine.abort([output.request_id])
+        logprobs = None if output.logprobs is None else output.logprobs[: delta.num_tokens]
+        ended = (delta.finish_reason, delta.stop_reason)
+        return [Delta(choice, delta.text, counted, logprobs, *ended) for choice in sequence.choices]
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's ``usage``; a prompt counts once, however many samples it has."""
+        prompt_tokens = sum(map(len, self.prompts))
+        completion = sum(one.num_tokens * len(one.choices) for one in self._sequences.values())
+        cached = sum(one.cached_tokens for one in self._sequences.values() if not one.request.sample_index)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+
+def _max_tokens(sampling: SamplingParams, prompt: list[int], info: Ready) -> int:
+    """What was asked for, else all that fits beside the prompt (at least 1: the engine says what does not
+    fit).
+    """
+    if sampling.max_tokens is not None:
+        return sampling.max_tokens
+    capacity = info.num_blocks * int(info.kv["block_size"]) + 1  # the last token drawn is never stored
+    return max(1, min(info.max_model_len, capacity) - len(prompt))

@@ -1,0 +1,72 @@
+"""Log-probabilities in OpenAI's two forms: of chats (a list of objects) and of completions (parallel
+lists).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.core.plan import TokenLogprobs
+from octavo.prompt.renderer import PromptRenderer
+
+LOWEST = -9999.0  # in place of minus infinity, which JSON has not
+
+
+def token_name(renderer: PromptRenderer, token_id: int, as_id: bool) -> str:
+    return f"token_id:{token_id}" if as_id else renderer.token_text(token_id)
+
+
+def chat_logprobs(
+    renderer: PromptRenderer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], as_ids: bool
+) -> dict[str, Any]:
+    """``{"content": [{token, logprob, bytes, top_logprobs}]}``, one entry for each token."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = renderer.token_bytes(token_id)
+        name = token_name(renderer, token_id, as_ids)
+        return {"token": name, "logprob": max(logprob, LOWEST), "bytes": list(data)}
+
+    content = [
+        {**entry(token_id, one.logprob), "top_logprobs": [entry(*top) for top in one.top]}
+        for token_id, one in zip(token_ids, logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """Builds ``{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`` of one choice, chunk by
+    chunk.
+    """
+
+    def __init__(self, renderer: PromptRenderer, as_ids: bool) -> None:
+        self._renderer = renderer
+        self._as_ids = as_ids
+        self._offset = 0
+
+    def chunk(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The lists for these tokens. Offsets count characters of the tokens' own texts, from the choice's
+        start.
+        """
+        tokens, values, tops, offsets = [], [], [], []
+        for token_id, one in zip(token_ids, logprobs, strict=True):
+            name = token_name(self._renderer, token_id, self._as_ids)
+            tokens.append(name)
+            values.append(max(one.logprob, LOWEST))
+            offsets.append(self._offset)
+            self._offset += len(self._renderer.token_text(token_id))
+            top: dict[str, float] = {}
+            for other, logprob in one.top:
+                top.setdefault(token_name(self._renderer, other, self._as_ids), max(logprob, LOWEST))
+            top.setdefault(name, max(one.logprob, LOWEST))
+            tops.append(top)
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def joined(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Chunks of either form as one."""
+    whole: dict[str, Any] = {}
+    for chunk in chunks:
+        for name, value in chunk.items():
+            whole[name] = whole.get(name, []) + value if isinstance(value, list) else value
+    return whole

@@ -1,0 +1,109 @@
+"""The OpenAI routes: models, completions, chat completions, streaming or not."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.api.answers import ChatAnswer, CompletionAnswer
+from octavo.api.generation import Generation
+from octavo.api.probes import json_response
+from octavo.api.requests import ParsedRequest, parse_request
+from octavo.api.service import Service
+from octavo.api.sse import ClientGone, EventStream, event, unless_gone
+
+Answer = ChatAnswer | CompletionAnswer
+CLIENT_CLOSED = 499  # nginx's status for a client that left; nobody reads it
+
+
+def openai_routes(service: Service) -> APIRouter:
+    """Routes under ``/v1``."""
+    routes = APIRouter()
+
+    @routes.get("/v1/models")
+    async def models() -> Response:
+        data = [_model(service, name) for name in service.config.model_names]
+        return json_response({"object": "list", "data": data})
+
+    @routes.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_model(name)
+        return json_response(_model(service, name))
+
+    @routes.post("/v1/completions")
+    async def completions(request: Request) -> Any:
+        return await _complete(service, request, chat=False, kind=CompletionAnswer)
+
+    @routes.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Any:
+        return await _complete(service, request, chat=True, kind=ChatAnswer)
+
+    return routes
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    info = service.engine.info
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "octavo",
+        "root": service.config.model,
+        "parent": None,
+        "max_model_len": info.max_model_len if info else None,
+    }
+
+
+async def _complete(
+    service: Service, request: Request, *, chat: bool, kind: Callable[[ParsedRequest, str, int], Answer]
+) -> Any:
+    parsed = await parse_request(service, request, chat)
+    name = parsed.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
+    answer = kind(parsed, name, int(time.time()))
+    generation = parsed.generation()
+    try:
+        if parsed.stream:
+            await unless_gone(request, generation.start(answer_first=True))
+            return EventStream(_events(generation, answer, parsed.include_usage))
+        return json_response(await unless_gone(request, _whole(generation, answer)))
+    except ClientGone:
+        await generation.close()
+        return Response(status_code=CLIENT_CLOSED)
+    except BaseException:
+        await generation.close()
+        raise
+
+
+async def _whole(generation: Generation, answer: Answer) -> dict[str, Any]:
+    async with _owned(generation):
+        await generation.start(answer_first=False)
+        async for delta in generation.deltas():
+            answer.add(delta)
+        return answer.whole(generation.usage())
+
+
+async def _events(generation: Generation, answer: Answer, include_usage: bool) -> AsyncGenerator[bytes, None]:
+    """The first chunks at once, then one for each step that shows something, usage if asked for."""
+    async with _owned(generation):
+        for chunk in answer.first_chunks():
+            yield event(chunk)
+        async for delta in generation.deltas():
+            if (shown := answer.chunk(delta)) is not None:
+                yield event(shown)
+        if include_usage:
+            yield event(answer.usage_chunk(generation.usage()))
+
+
+@contextlib.asynccontextmanager
+async def _owned(generation: Generation) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await generation.close()

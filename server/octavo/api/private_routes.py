@@ -1,0 +1,124 @@
+"""The private port, for the router and the operator: what the engine is, its load, tokens in and out,
+administration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.api.body import read_body
+from octavo.api.errors import InternalFault
+from octavo.api.generation import ANSWER_WITHIN_S
+from octavo.api.probes import json_response
+from octavo.api.service import Service
+from octavo.api.sse import EventStream, event
+from octavo.core.outputs import EngineOutput, EngineRequest
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.stream import OutputStream
+from octavo.errors import InvalidRequest, Unavailable
+
+
+class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A sequence by its token ids. ``output_token_ids`` were made elsewhere: it goes on after them."""
+
+    prompt_token_ids: list[int]
+    output_token_ids: list[int] = []
+    sampling: SamplingParams = SamplingParams()
+    sample_index: int = 0
+    cache_salt: str | None = None
+
+
+def private_routes(service: Service, drain: Callable[[], None]) -> APIRouter:
+    """``drain`` starts the drain that a SIGTERM starts, without ending the process."""
+    routes = APIRouter()
+
+    @routes.get("/server_info")
+    async def server_info() -> Response:
+        return json_response(service.server_info())
+
+    @routes.get("/load")
+    async def load() -> Response:
+        return json_response(service.load())
+
+    @routes.get("/prompt_assets")
+    async def prompt_assets() -> Response:
+        """Tokenizer and chat template as ``PromptAssets.to_bytes`` writes them."""
+        if service.renderer is None:
+            raise Unavailable(f"the prompt assets are not loaded yet: {service.stage[0]}")
+        return Response(service.assets_bytes, media_type="application/msgpack")
+
+    @routes.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        service.require_ready()
+        return json_response({"reset": await service.engine.admin("reset_prefix_cache")})
+
+    @routes.post("/drain")
+    async def start_drain() -> Response:
+        drain()
+        return json_response(service.describe(), 202)
+
+    @routes.post("/internal/generate")
+    async def generate(request: Request) -> Any:
+        """Events of ``{token_ids, logprobs, num_cached_tokens, finish_reason, stop_reason}``, then
+        ``[DONE]``.
+        """
+        service.require_ready()
+        stream = service.engine.submit([_engine_request(await read_body(request))])
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.wait({first}, timeout=ANSWER_WITHIN_S)
+        if first.done() and (error := first.exception()) is not None:
+            raise error
+        return EventStream(_events(stream, first))
+
+    return routes
+
+
+def _engine_request(raw: bytes) -> EngineRequest:
+    try:
+        body = msgspec.json.decode(raw, type=GenerateBody)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not what /internal/generate takes: {error}") from error
+    sampling = body.sampling
+    if sampling.stop:
+        raise InvalidRequest("stop strings are text: this route knows tokens only", param="sampling.stop")
+    if sampling.max_tokens is None:
+        raise InvalidRequest("sampling.max_tokens is missing", param="sampling.max_tokens")
+    if sampling.seed is None:
+        sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
+    return EngineRequest(
+        request_id=uuid.uuid4().hex,
+        prompt_token_ids=body.prompt_token_ids + body.output_token_ids,
+        num_prior_output_tokens=len(body.output_token_ids),
+        sampling=sampling,
+        sample_index=body.sample_index,
+        cache_salt=body.cache_salt,
+        arrival_time=time.time(),
+    )
+
+
+async def _events(stream: OutputStream, first: asyncio.Future[EngineOutput]) -> AsyncGenerator[bytes, None]:
+    try:
+        yield event(_shown(await first))
+        async for output in stream:
+            yield event(_shown(output))
+    finally:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await stream.aclose()
+
+
+def _shown(output: EngineOutput) -> dict[str, Any]:
+    if output.finish_reason == "error":
+        raise InternalFault(f"the engine failed on this request: {output.error}")
+    fields = ("token_ids", "logprobs", "num_cached_tokens", "finish_reason", "stop_reason")
+    return {name: getattr(output, name) for name in fields}

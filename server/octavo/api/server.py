@@ -1,0 +1,212 @@
+"""``octavo serve``: the HTTP servers are up at once, the engine starts behind them, and SIGTERM drains."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Generator, Sequence
+from typing import Any, NoReturn
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from octavo.api.app import private_app, public_app
+from octavo.api.service import Service
+from octavo.config import EngineConfig, add_engine_flags
+from octavo.engine.client import EngineClient
+from octavo.errors import ConfigError
+
+LAST_ANSWERS_S = 5.0  # how long answers may still be written once the engine has nothing more to say
+DEATH_NOTICE_S = 1.0  # a dead engine's server says so this long, so that probes and routers hear 503
+BACKLOG = 2048
+_log = logging.getLogger("octavo.api")
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: at SIGTERM it would cut the streams."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class Server:
+    """One engine behind its public and its private port, from start to drain."""
+
+    def __init__(self, config: EngineConfig, engine: EngineClient | None = None) -> None:
+        """Opens both ports. Raises ``ConfigError`` when one is taken."""
+        self.config = config
+        self.service = Service(config, engine)
+        public = public_app(self.service)
+        private = private_app(self.service, self.begin_drain)
+        self._sockets = [_listen(config.host, config.port, "port")]
+        try:
+            self._sockets.append(_listen(config.host, config.private_port, "private-port"))
+        except ConfigError:
+            self._sockets[0].close()
+            raise
+        self.port, self.private_port = (one.getsockname()[1] for one in self._sockets)
+        self._http = [_http_server(app, config) for app in (public, private)]
+        self._stop: asyncio.Event
+        self._at_once: asyncio.Event
+        self._drain: asyncio.Future[None] | None = None
+        self._grace_s = config.drain_grace_s
+
+    async def run(self) -> int:
+        """Serve until ``stop``. Returns 0 after a drain; raises why the engine could not start or died."""
+        self._stop, self._at_once = asyncio.Event(), asyncio.Event()
+        serving = [
+            asyncio.ensure_future(server.serve([one]))
+            for server, one in zip(self._http, self._sockets, strict=True)
+        ]
+        _log.info(
+            "listening on http://%s:%d (private port %d)", self.config.host, self.port, self.private_port
+        )
+        life: asyncio.Future[Any] = asyncio.ensure_future(self._live())
+        stop: asyncio.Future[Any] = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if life.done():
+                _log.error("the engine is gone: %s", self.service.failure)
+                await self._wait_stop(DEATH_NOTICE_S)
+                life.result()
+            await self._drained()
+            if life.done():
+                life.result()
+            return 0
+        finally:
+            life.cancel()
+            stop.cancel()
+            for server in self._http:
+                server.should_exit = True
+                server.force_exit = self._at_once.is_set()
+            await asyncio.gather(*serving, life, stop, return_exceptions=True)
+            await self.service.engine.close()
+
+    def stop(self, *, hurry: bool = False) -> None:
+        """Drain, then end. ``hurry`` takes no more requests from now on. A second call ends at once."""
+        if self._stop.is_set():
+            self._at_once.set()
+        if hurry:
+            self._grace_s = 0.0
+        self.begin_drain()
+        self._stop.set()
+
+    def begin_drain(self) -> None:
+        """Not ready from now on; requests are taken for the grace, then refused."""
+        if self._drain is None:
+            self.service.draining = True
+            self._drain = asyncio.ensure_future(self._do_drain())
+
+    async def _live(self) -> None:
+        """Start, then wait for the engine's death, which is raised."""
+        await self.service.start()
+        raise await self.service.engine_died()
+
+    async def _do_drain(self) -> None:
+        grace, limit = self._grace_s, self.config.drain_timeout_s
+        if not self.service.started:  # nothing was taken yet: there is nothing to wait for
+            self.service.refusing = True
+            return
+        _log.info("draining: new requests are taken for %g s, running ones may take %g s", grace, limit)
+        refuse = asyncio.get_running_loop().call_later(grace, self._refuse)
+        try:
+            if not await self.service.engine.drain(grace, limit):
+                _log.warning("the drain's limit of %g s cut requests that were still running", limit)
+        finally:
+            refuse.cancel()
+            self._refuse()
+
+    def _refuse(self) -> None:
+        self.service.refusing = True
+
+    async def _drained(self) -> None:
+        assert self._drain is not None
+        at_once = asyncio.ensure_future(self._at_once.wait())
+        waits: set[asyncio.Future[Any]] = {self._drain, at_once}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        at_once.cancel()
+        self._drain.cancel()
+        await asyncio.gather(self._drain, return_exceptions=True)
+
+    async def _wait_stop(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), seconds)
+
+
+def _listen(host: str, port: int, flag: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    one = socket.socket(family, socket.SOCK_STREAM)
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        one.bind((host, port))
+        one.listen(BACKLOG)
+    except OSError as error:
+        one.close()
+        message = f"{flag} {port} on {host} cannot be used: {error.strerror}. Choose another --{flag}"
+        raise ConfigError(message) from error
+    one.setblocking(False)
+    return one
+
+
+def _http_server(app: ASGIApp, config: EngineConfig) -> _HttpServer:
+    settings = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=75,  # longer than the pools of clients and routers keep a connection
+        timeout_graceful_shutdown=LAST_ANSWERS_S,  # type: ignore[arg-type]  # compared as a number
+    )
+    return _HttpServer(settings)
+
+
+async def _serve(server: Server) -> int:
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, server.stop)
+    loop.add_signal_handler(signal.SIGINT, lambda: server.stop(hurry=True))
+    return await server.run()
+
+
+def set_up_logging(level: str) -> None:
+    """One line a record on stderr, with the time and the part that speaks."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse_args(argv: Sequence[str]) -> EngineConfig:
+    """Settings from ``MODEL [flags]``. Raises ``ConfigError``; ``--help`` prints and exits."""
+    parser = _Parser(
+        prog="octavo serve", description="Serve a model over the OpenAI API.", allow_abbrev=False
+    )
+    parser.add_argument("model", metavar="MODEL", help="a path, or a file://, package:// or hf:// address")
+    add_engine_flags(parser)
+    values, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        raise ConfigError(f"unknown argument {unknown[0]!r}: `octavo serve --help` lists what is allowed")
+    return EngineConfig(**vars(values))
+
+
+def main(argv: Sequence[str]) -> int:
+    """``octavo serve MODEL [flags]``. Returns 0 after a drain; errors are raised as ``OctavoError``."""
+    config = parse_args(argv)
+    set_up_logging(config.log_level)
+    return uvloop.run(_serve(Server(config)))

@@ -1,0 +1,100 @@
+"""Server-sent events: framing, errors after the headers, and a client that leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.api.errors import InternalFault, envelope
+from octavo.errors import OctavoError
+
+DONE = b"data: [DONE]\n\n"
+T = TypeVar("T")
+_log = logging.getLogger("octavo.api")
+_encoder = msgspec.json.Encoder()
+
+
+class ClientGone(Exception):
+    """The client closed its connection before its answer began."""
+
+
+def event(data: Any) -> bytes:
+    """One event: ``data: {json}`` and an empty line."""
+    return b"data: " + _encoder.encode(data) + b"\n\n"
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled as soon as the client leaves (``ClientGone``). The body
+    must be read.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await _cancelled(task, gone)
+
+
+class EventStream(Response):
+    """An answer of events, an ASGI application. ``source`` is closed when it ends, and when the client
+    leaves.
+
+    An exception of ``source`` becomes an event with the error envelope; ``[DONE]`` always comes last.
+    """
+
+    def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
+        self._source = source
+        self.status_code = 200
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        writing = asyncio.ensure_future(self._write(send, [*headers, (b"x-accel-buffering", b"no")]))
+        gone = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        finally:
+            await _cancelled(writing, gone)
+            await self._source.aclose()
+
+    async def _write(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            async for data in self._source:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except OctavoError as error:
+            if isinstance(error, InternalFault):
+                _log.error("a stream ended with a fault: %s", error.message)
+            await send({"type": "http.response.body", "body": event(envelope(error)), "more_body": True})
+        except Exception:  # the headers are out: the client can only be told by an event
+            _log.exception("a stream ended with an unexpected fault")
+            fault = InternalFault("the server failed on this request")
+            await send({"type": "http.response.body", "body": event(envelope(fault)), "more_body": True})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the connection is closed."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with contextlib.suppress(asyncio.CancelledError, Exception):  # its own outcome was looked at before
+            await task

@@ -1,0 +1,77 @@
+"""``/tokenize`` and ``/detokenize``: what a prompt or a chat is in tokens, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.api.body import parse_object, read_body
+from octavo.api.fields import Fields, wrong
+from octavo.api.probes import json_response
+from octavo.api.requests import off_loop
+from octavo.api.service import Service
+from octavo.errors import InvalidRequest
+
+
+def tokenize_routes(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        """A chat (``messages``) or a ``prompt`` as token ids, rendered as the generating routes do."""
+        service.require_ready()
+        raw = await read_body(request)
+        return json_response(await off_loop(len(raw), lambda: _tokenize(service, parse_object(raw))))
+
+    @routes.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids, special ones included."""
+        service.require_ready()
+        raw = await read_body(request)
+        return json_response(await off_loop(len(raw), lambda: _detokenize(service, parse_object(raw))))
+
+    return routes
+
+
+def _tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
+    renderer, info = service.require_ready()
+    fields = _checked(service, body)
+    if "messages" in body:
+        if fields.flag("add_special_tokens", False):  # the template has written them
+            tokens = renderer.encode(renderer.render(body), add_special_tokens=True)
+        else:
+            tokens = renderer.chat(body)
+    else:
+        prompt = body.get("prompt")
+        if not isinstance(prompt, str):
+            raise wrong("prompt", prompt, "a string (or send messages)")
+        tokens = renderer.encode(prompt, fields.flag("add_special_tokens", True))
+    shown = fields.flag("return_token_strs", False)
+    return {
+        "count": len(tokens),
+        "max_model_len": info.max_model_len,
+        "tokens": tokens,
+        "token_strs": [renderer.token_text(token) for token in tokens] if shown else None,
+    }
+
+
+def _detokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
+    renderer, info = service.require_ready()
+    tokens = list(_checked(service, body).token_ids("tokens"))
+    if "tokens" not in body:
+        message = "tokens is missing: give a list of token ids"
+        raise InvalidRequest(message, param="tokens", code="missing_parameter")
+    for token in tokens:
+        if token >= info.vocab_size:
+            raise wrong("tokens", token, f"token ids of this model, 0 to {info.vocab_size - 1}")
+    return {"prompt": renderer.decode(tokens, skip_special_tokens=False)}
+
+
+def _checked(service: Service, body: dict[str, Any]) -> Fields:
+    fields = Fields(body)
+    if (model := fields.text("model")) is not None:
+        service.check_model(model)
+    return fields

@@ -1,0 +1,171 @@
+"""A small model folder, and the real server on free loopback ports with a real engine process behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+
+from octavo.api.server import Server
+from octavo.config import EngineConfig
+from octavo.engine.client import EngineClient
+
+HERE = Path(__file__).parent
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('tools are not known here') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog and says hello to the world",
+    "one two three four five six seven eight nine ten, again and again and again",
+    "a model writes words: it was the best of times, it was the worst of times; naïve café 日本 😀",
+]
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer of 384 tokens with a chat template, as Hugging Face lays it out."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=384, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(CORPUS * 4, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE})
+    )
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scripted")
+    write_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 384, "eos_token_id": 1}))
+    (folder / "model.safetensors").touch()  # looked for, never read: the executor is scripted
+    return folder
+
+
+class ScriptedEngine(EngineClient):
+    """The real client; only the executor that its engine process builds is a scripted one."""
+
+    def __init__(self, executor: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.executor = f"scripted_executor:{executor}"
+
+    async def start(self, config: EngineConfig, **settings: Any) -> None:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+        await super().start(config, **{**settings, "executor": self.executor})
+
+
+class Running:
+    """A server on a thread of its own."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.url = f"http://127.0.0.1:{server.port}"
+        self.private_url = f"http://127.0.0.1:{server.private_port}"
+        self.result: int | None = None
+        self.error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._up = threading.Event()
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+        self._up.wait(10)
+
+    def _run(self) -> None:
+        async def main() -> int:
+            self._loop = asyncio.get_running_loop()
+            self._loop.call_soon(self._up.set)
+            return await self.server.run()
+
+        try:
+            self.result = asyncio.run(main())
+        except BaseException as error:  # looked at by the test
+            self.error = error
+
+    def stop(self, hurry: bool = True) -> None:
+        if self.thread.is_alive() and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it ended meanwhile
+                self._loop.call_soon_threadsafe(lambda: self.server.stop(hurry=hurry))
+
+    def join(self) -> int | None:
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+        return self.result
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30, **options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, **options)
+
+    def wait_ready(self) -> None:
+        for _ in range(600):
+            if self.get("/ready").status_code == 200:
+                return
+            self.thread.join(0.1)
+        raise AssertionError(f"not ready: {self.get('/startup').text}")
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        settings = {"api_key": "none", "max_retries": 0, "timeout": 60, **options}
+        return openai.OpenAI(base_url=self.url + "/v1", **settings)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over the samples that have these labels."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        total = 0.0
+        for family in text_string_to_metric_families(self.get("/metrics").text):
+            for sample in family.samples:
+                if sample.name == name and labels.items() <= sample.labels.items():
+                    total += sample.value
+        return total
+
+
+@contextlib.contextmanager
+def serving(model: Path, engine: EngineClient, *, ready: bool = True, **settings: Any) -> Iterator[Running]:
+    defaults = {"served_model_name": ("tiny", "alias"), "port": 0, "private_port": 0, "drain_grace_s": 0.5}
+    config = EngineConfig(model=str(model), **{**defaults, **settings})
+    running = Running(Server(config, engine))
+    try:
+        if ready:
+            running.wait_ready()
+        yield running
+    finally:
+        running.stop()
+        running.stop()
+        running.join()
+
+
+@pytest.fixture(scope="module")
+def fast(model_folder: Path) -> Iterator[Running]:
+    with serving(model_folder, ScriptedEngine("fast")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def paced(model_folder: Path) -> Iterator[Running]:
+    with serving(model_folder, ScriptedEngine("paced")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def renderer(model_folder: Path) -> Any:
+    from octavo.prompt.assets import load_assets
+    from octavo.prompt.renderer import PromptRenderer
+
+    return PromptRenderer(load_assets(model_folder))

@@ -1,0 +1,89 @@
+"""Executors for tests of the HTTP server: the next token is a pure function of the last one, its position and
+the seed.
+
+Named as ``scripted_executor:NAME``; this folder is on the engine's PYTHONPATH. The scheduler, the KV cache
+and the engine's process around them are the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import zlib
+from types import SimpleNamespace
+
+from octavo.core.plan import RowResult, StepResult, TokenLogprobs
+
+FIRST_PLAIN = 4  # ids below are special
+EOS = 1
+FAIL_ROW, DIE = 300, 301  # a prompt that starts with one of these makes its row fail, or kills the process
+
+
+class ScriptedExecutor:
+    """Every token is as likely as the scripted order says; one in 64 draws ends the sequence."""
+
+    def __init__(self, config, path, pace_s=0.0, num_blocks=400):
+        length = config.max_model_len if isinstance(config.max_model_len, int) else 2048
+        self.info = SimpleNamespace(
+            max_model_len=length,
+            vocab_size=json.loads((path / "config.json").read_text())["vocab_size"],
+            num_blocks=num_blocks,
+            eos_token_ids=[EOS],
+            kv={"groups": [{"kind": "full"}]},
+        )
+        self._pace_s = pace_s
+        self._pace = threading.Event()  # never set: waiting on it is the step's work
+
+    def execute(self, plan):
+        self._pace.wait(self._pace_s)
+        return StepResult(plan.step, [self._row(row) for row in plan.rows])
+
+    def _row(self, row):
+        if row.start == 0 and row.token_ids[0] == FAIL_ROW:
+            return RowResult(row.request_id, [], error="logits are NaN")
+        if row.start == 0 and row.token_ids[0] == DIE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if row.sample is None:
+            return RowResult(row.request_id, [])
+        ranked = self._ranked(row.token_ids[-1], row.sample)
+        logprobs = None
+        if row.sample.logprobs is not None:
+            top = [(token, -0.5 - rank) for rank, token in enumerate(ranked)]
+            logprobs = [TokenLogprobs(-0.5, 1, top[: row.sample.logprobs])]
+        return RowResult(row.request_id, [ranked[0]], logprobs)
+
+    def _ranked(self, last, sample):
+        drawn = (sample.seed, sample.sample_index) if sample.temperature else ()
+        number = zlib.crc32(repr((last, sample.position, drawn)).encode())
+        plain = self.info.vocab_size - FIRST_PLAIN
+        ranked = [FIRST_PLAIN + (number // 64 + step) % plain for step in range(20)]
+        return [EOS, *ranked] if number % 64 == 0 else ranked
+
+
+def fast(config, path, progress):
+    progress("loading weights", "scripted")
+    progress("warming", "")
+    return ScriptedExecutor(config, path)
+
+
+def paced(config, path, progress):
+    """50 steps a second at most."""
+    return ScriptedExecutor(config, path, pace_s=0.02)
+
+
+def small(config, path, progress):
+    """A KV cache of 50 blocks."""
+    return ScriptedExecutor(config, path, num_blocks=50)
+
+
+def never(config, path, progress):
+    progress("loading weights", "for ever")
+    threading.Event().wait()
+
+
+def refused(config, path, progress):
+    from octavo.errors import ConfigError
+
+    raise ConfigError("max-model-len 9999 does not fit: the longest that fits is 42")
