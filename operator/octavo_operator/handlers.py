@@ -32,6 +32,22 @@ def registry(controller: Controller) -> kopf.OperatorRegistry:
     """Handlers that feed ``controller``."""
     made = kopf.OperatorRegistry()
 
+    def login(**_: Any) -> kopf.ConnectionInfo:
+        """The controller's own credentials; kopf asks again when the API server refuses a token that ran out."""
+        config = controller.kube.config
+        scheme, token = (controller.kube.authorization() or " ").split(" ", 1)
+        return kopf.ConnectionInfo(
+            server=config.host,
+            ca_path=config.ssl_ca_cert,
+            insecure=not config.verify_ssl,
+            scheme=scheme or None,
+            token=token or None,
+            certificate_path=config.cert_file,
+            private_key_path=config.key_file,
+        )
+
+    kopf.on.login(registry=made, id="login")(_async(login))
+
     def on_service(body: kopf.Body, type: str | None, **_: Any) -> None:
         controller.seen(resource.KIND, _plain(body), gone=type == "DELETED")
 
@@ -66,8 +82,8 @@ def settings() -> kopf.OperatorSettings:
 def _async(handler: Any) -> Any:
     """On the event loop, not in a thread: the controller belongs to the loop."""
 
-    async def run(**kwargs: Any) -> None:
-        handler(**kwargs)
+    async def run(**kwargs: Any) -> Any:
+        return handler(**kwargs)
 
     return run
 

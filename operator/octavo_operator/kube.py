@@ -77,6 +77,16 @@ class Kube:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
+    @property
+    def config(self) -> kubernetes.client.Configuration:
+        """Where the API server is, and its certificates."""
+        return self._config
+
+    def authorization(self) -> str | None:
+        """The header's value with the token as it is now."""
+        value: str | None = self._config.get_api_key_with_prefix("BearerToken", alias="authorization")
+        return value
+
     def _ssl(self) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=self._config.ssl_ca_cert)
         if not self._config.verify_ssl:
@@ -97,8 +107,8 @@ class Kube:
         headers = {"Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = content_type
-        if token := self._config.get_api_key_with_prefix("authorization"):
-            headers["Authorization"] = token
+        if authorization := self.authorization():
+            headers["Authorization"] = authorization
         data = json.dumps(body) if body is not None else None
         try:
             async with self._session.request(
