@@ -21,9 +21,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from octavo.errors import OctavoError
+from octavo.errors import ModelNotFound, OctavoError
 from octavo_router.auth import ApiKeys
 from octavo_router.cost import Policy
+from octavo_router.engine import Engine
 from octavo_router.envelope import NoRoute, Unauthorized, WrongMethod, error_body, error_headers
 from octavo_router.fleet import POLL_INTERVAL_S, POLL_TIMEOUT_S, Fleet
 from octavo_router.index import DEFAULT_BUDGET_BYTES, PrefixIndex
@@ -149,15 +150,17 @@ def build_app(router: Router) -> ASGIApp:
 
     async def models(request: Request) -> Response:
         served = router.fleet.models() if router.fleet else {}
-        data = [
-            {
-                "id": name, "object": "model", "created": router.started, "owned_by": "octavo",
-                "root": engine.info.model.name, "max_model_len": engine.info.model.max_model_len,
-            }
-            for name, engine in sorted(served.items())
-            if engine.info is not None
-        ]  # fmt: skip
-        return _json({"object": "list", "data": data})
+        return _json({"object": "list", "data": [_model(router, *item) for item in sorted(served.items())]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        served = router.fleet.models() if router.fleet else {}
+        if name not in served:
+            known = ", ".join(sorted(served)) or "none yet"
+            return _error(
+                ModelNotFound(f"model {name!r} is not served here: known are {known}", param="model")
+            )
+        return _json(_model(router, name, served[name]))
 
     routes = [
         Route("/health", live),
@@ -165,11 +168,20 @@ def build_app(router: Router) -> ASGIApp:
         Route("/ready", ready),
         Route("/metrics", metrics),
         Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
         *(Route(r.path, _Forwarded(router, r), methods=["POST"]) for r in ROUTES),
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     return _Keys(app, router.keys)
+
+
+def _model(router: Router, name: str, engine: Engine) -> dict[str, Any]:
+    assert engine.info is not None  # it has told its names
+    return {
+        "id": name, "object": "model", "created": router.started, "owned_by": "octavo",
+        "root": engine.info.model.name, "parent": None, "max_model_len": engine.info.model.max_model_len,
+    }  # fmt: skip
 
 
 class _Forwarded:

@@ -58,7 +58,7 @@ class ApiKeys:
             stamp = [(f.name, (s := f.stat()).st_mtime_ns, s.st_size, s.st_ino) for f in files]
             if stamp == self._stamp:
                 return
-            keys = [line.strip() for f in files for line in f.read_text("utf-8").splitlines()]
+            keys = [f.read_text("utf-8").strip() for f in files]
         except (OSError, UnicodeDecodeError) as error:
             log.warning("API keys in %s cannot be read, the last ones stay: %s", self._folder, error)
             return

@@ -96,11 +96,32 @@ def decode_load(header: str) -> Load | None:
 class Flight:
     """One request sent to an engine, from the pick until its answer has ended, whichever way."""
 
-    __slots__ = ("blocks", "counted", "cut", "engine", "racing", "sent_at", "started", "streaming", "tokens")
+    __slots__ = (
+        "blocks",
+        "counted",
+        "cut",
+        "engine",
+        "prompt_tokens",
+        "racing",
+        "sent_at",
+        "started",
+        "streaming",
+        "tokens",
+    )
 
-    def __init__(self, engine: Engine, tokens: int, blocks: int, *, generates: bool, streaming: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        prompt_tokens: int,
+        cached: int,
+        blocks: int,
+        *,
+        generates: bool,
+        streaming: bool,
+    ) -> None:
         self.engine = engine
-        self.tokens = tokens  # to be prefilled, as estimated at the pick
+        self.prompt_tokens = prompt_tokens  # the engine's own count of its queue knows of no cache yet
+        self.tokens = max(0, prompt_tokens - cached)  # to be prefilled, as estimated at the pick
         self.blocks = blocks
         self.counted = generates
         self.streaming = streaming
@@ -112,7 +133,8 @@ class Flight:
         self.racing = engine.unstarted_tokens > 0
         engine.flights[self] = None
         if generates:
-            engine.unstarted_tokens += tokens
+            engine.unstarted_tokens += self.tokens
+            engine.unstarted_prompt_tokens += prompt_tokens
             engine.unstarted_blocks += blocks
 
     def start(self) -> None:
@@ -120,6 +142,7 @@ class Flight:
         if not self.started:
             self.started = True
             self.engine.unstarted_tokens -= self.tokens
+            self.engine.unstarted_prompt_tokens -= self.prompt_tokens
             self.engine.unstarted_blocks -= self.blocks
 
     def end(self, *, finished: bool = False) -> None:
@@ -145,6 +168,7 @@ class Engine:
         self.error = "not polled yet"
         self.flights: dict[Flight, None] = {}
         self.unstarted_tokens = 0
+        self.unstarted_prompt_tokens = 0
         self.unstarted_blocks = 0
         self.mean_s = 0.0
         self.load = Load()
@@ -260,18 +284,18 @@ class Engine:
         """A fresh load report; what of it is our own is remembered, the rest belongs to others."""
         self.load = load
         self._own_at_report = len(self.flights)
-        self._own_tokens_at_report = self.unstarted_tokens
+        self._own_tokens_at_report = self.unstarted_prompt_tokens
 
     def _settle(self, load: Load, asked_at: float) -> None:
         """Requests that do not stream show no first token; the engine's queue tells which have left it,
         oldest first.
         """
         old = [f for f in self.flights if not f.started and f.sent_at < asked_at - _REPORT_LAG_S]
-        waiting = sum(f.tokens for f in old)
+        waiting = sum(f.prompt_tokens for f in old)
         for flight in old:
             if waiting <= load.waiting_tokens and load.waiting:
                 break
-            waiting -= flight.tokens
+            waiting -= flight.prompt_tokens
             if not flight.streaming:
                 flight.start()
 

@@ -14,7 +14,7 @@ class MissingModel(OctavoError):
 
     status = 400
     type = "invalid_request_error"
-    code = "missing_required_parameter"
+    code = "missing_parameter"
 
 
 class BadBody(OctavoError):

@@ -61,9 +61,12 @@ class Exact:
 
     def prefix(self, kind: Kind, body: dict[str, Any]) -> Prefix:
         """Raises ``InvalidRequest`` as the engine would for the same body."""
-        prompts = (
-            [self._renderer.chat(body)] if kind == "chat" else self._renderer.completion(body.get("prompt"))
-        )
+        if kind == "chat":
+            prompts = [self._renderer.chat(body)]
+        else:
+            prompts = self._renderer.completion(
+                body.get("prompt"), body.get("add_special_tokens") is not False
+            )
         size = self._hasher.block_size
         salt = body.get("cache_salt")
         salt = salt if isinstance(salt, str) else None

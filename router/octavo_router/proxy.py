@@ -218,7 +218,7 @@ class Proxy:
         engine, choice = selected.engine, selected.choice
         streaming = ask.streaming
         flight = Flight(
-            engine, max(0, prefix.tokens - choice.cached_tokens), prefix.blocks if prefix.exact else 0,
+            engine, prefix.tokens, choice.cached_tokens, prefix.blocks if prefix.exact else 0,
             generates=ask.route.generates, streaming=streaming,
         )  # fmt: skip
         self._metrics.picks.labels(engine.name, choice.why).inc()
@@ -309,7 +309,9 @@ def _name_on_thread(exact: Exact | None, kind: Kind, body: dict[str, Any]) -> Pr
 def _parse(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw)
-    except msgspec.DecodeError as error:
+    except RecursionError as error:
+        raise BadBody("the body is nested too deeply") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadBody(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadBody(f"the body is a JSON {type(body).__name__}: it must be an object")
@@ -320,9 +322,9 @@ async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes | 
     """The whole body, or None when the client left. Raises ``BodyTooLarge`` before more than ``limit`` is
     read.
     """
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise WrongContentType(f"content type is {kind or 'not given'!r}: send application/json")
+        raise WrongContentType(f"content type is {kind!r}: send application/json")
     if (encoding := headers.get("content-encoding", "identity")) != "identity":
         raise WrongContentType(f"content encoding is {encoding!r}: send the body uncompressed")
     message = f"is above this server's limit of {limit} bytes"

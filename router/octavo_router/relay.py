@@ -142,6 +142,8 @@ async def _first_byte(
             rest: aiohttp.ClientResponse | None = None
         else:
             first = await response.content.readany()
+            while is_stream and says_nothing_yet(first) and (more := await response.content.readany()):
+                first += more
             rest = response
     except BaseException:
         response.close()
@@ -149,6 +151,37 @@ async def _first_byte(
     kept = end_to_end(response.raw_headers)
     get = response.headers.get
     return Answer(response.status, kept, first, rest, get("x-octavo-load"), get("x-octavo-cached-tokens"))
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice]
+
+
+def says_nothing_yet(data: bytes) -> bool:
+    """True for whole chat events that hold a role and no text.
+
+    An engine sends them as soon as it has taken a request, long before the first token of a queued one. They
+    are held until the first token, which they precede anyway: until then another engine can still answer.
+    """
+    if b'"role"' not in data or not data.endswith(b"\n\n"):
+        return False
+    events = data[:-2].split(b"\n\n")
+    try:
+        chunks = [msgspec.json.decode(event.removeprefix(b"data: "), type=_Chunk) for event in events]
+    except msgspec.DecodeError:
+        return False
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    return all(c.delta.role and not c.delta.content and c.finish_reason is None for c in choices)
 
 
 class Tail:

@@ -43,7 +43,7 @@ class FakeEngine:
 
     ``mode``: ok, silent (takes connections and never answers), dying (resets after reading a request), dying
     once, refusing (503), breaking (resets in mid-stream). ``hold``: an event for which requests wait before
-    their first byte.
+    their first byte; ``prefill``: one for which chat streams wait between role and first token.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class FakeEngine:
         self.mode = "ok"
         self.state = "ready"
         self.hold: asyncio.Event | None = None
+        self.prefill: asyncio.Event | None = None
         self.tokens = 4
         self.token_s = 0.0
         self.first_token_s = 0.0
@@ -216,6 +217,11 @@ class FakeEngine:
             return web.json_response({"choices": choices, "usage": usage}, headers=headers)
         response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if request.path.endswith("chat/completions"):
+            choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+            if self.prefill is not None:
+                await self.prefill.wait()
         for number in range(self.tokens):
             await response.write(f"data: {json.dumps({'n': number, 'from': self.name})}\n\n".encode())
             if self.mode == "breaking":

@@ -124,6 +124,26 @@ def test_requests_that_have_not_started_survive_the_death_of_their_engine(tmp_pa
     asyncio.run(main())
 
 
+def test_a_chat_stream_that_has_only_said_its_role_survives_the_death_of_its_engine(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, engines(2)) as site:
+            victim = site.engines[0]
+            victim.prefill = asyncio.Event()
+
+            def chat(number: int) -> dict[str, Any]:
+                messages = [{"role": "user", "content": f"{number} is first " + "x" * 100}]
+                return {"model": "fake", "stream": True, "messages": messages}
+
+            asks = [asyncio.create_task(site.post("/v1/chat/completions", chat(i))) for i in range(10)]
+            await site.until(lambda: victim.running > 0 and sum(len(e.seen) for e in site.engines) == 10)
+            await victim.stop()
+            for status, _, data in await asyncio.gather(*asks):
+                assert status == 200 and data.count(b'"role"') == 1
+                assert data.count(b'"from": "e1"') == 4 and data.endswith(b"data: [DONE]\n\n")
+
+    asyncio.run(main())
+
+
 def test_a_refused_connection_drops_the_engine_at_once(tmp_path: Path) -> None:
     async def main() -> None:
         # Polls that far apart do not find out; the request does.

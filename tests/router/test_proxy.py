@@ -48,6 +48,8 @@ def test_each_model_has_its_own_engines_and_a_body_must_name_one(tmp_path: Path)
             assert sum(len(e.seen) for e in two) == 6
             _, body = await site.get("/v1/models")
             assert [m["id"] for m in body["data"]] == ["first", "second"]
+            assert (await site.get("/v1/models/second"))[1]["max_model_len"] == 4096
+            assert (await site.get("/v1/models/third"))[0] == 404
 
     asyncio.run(main())
 
