@@ -32,7 +32,6 @@ log = logging.getLogger("octavo.operator")
 RESYNC_S = 300.0  # everything is applied again this often, for drift that no watch shows (the Secret)
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 STUCK_S = 300.0  # a reconcile takes seconds; the liveness probe fails after this
-INVALID = (400, 422)  # the API server refuses what the spec makes: trying again is of no use until it changes
 
 
 class Conflict(Exception):
@@ -89,6 +88,7 @@ class ServiceLoop:
         self._due = asyncio.Event()
         self._apply_due = True
         self._applied: dict[tuple[str, str], str] = {}  # fingerprints by kind and name
+        self._fixed: dict[str, int] = {}  # replicas by Deployment, where nobody else may set them
         self._generation = -1  # the newest seen
         self._done_generation = 0  # carried out, or found impossible
         self._error: Trouble | None = None
@@ -106,6 +106,8 @@ class ServiceLoop:
         """An object of ours was changed or deleted; what differs from what we applied is applied again."""
         name = (kind, body["metadata"]["name"])
         if name in self._applied and (gone or fingerprint(body) != self._applied[name]):
+            self._apply_due = True
+        if kind == "Deployment" and self._fixed.get(name[1], now := body["spec"].get("replicas")) != now:
             self._apply_due = True
         self._due.set()
 
@@ -169,6 +171,8 @@ class ServiceLoop:
         generation = body["metadata"]["generation"]
         try:
             service = resource.from_body(body)
+            if service.external_scaler and service.replicas is None:
+                await self._first_replicas(body, service.start_replicas)
             if not service.paused:
                 await self._apply_objects(service)
             self._error = None
@@ -178,8 +182,7 @@ class ServiceLoop:
             self._error = Trouble("NameConflict", str(error))
             return self._failed(generation)
         except ApiError as error:
-            reason = "InvalidSpec" if error.status in INVALID else "ApplyFailed"
-            self._error = Trouble(reason, error.message)
+            self._error = Trouble("InvalidSpec" if _is_users_fault(error) else "ApplyFailed", error.message)
             return self._failed(generation)
         self._retry_s = FIRST_RETRY_S
         self._done_generation = generation
@@ -203,10 +206,12 @@ class ServiceLoop:
 
     async def _apply_objects(self, service: InferenceService) -> None:
         private_key = await self._private_key(service)
-        for manifest in builders.build_all(service, self.controller.platform, private_key):
-            name = (manifest["kind"], manifest["metadata"]["name"])
-            if name not in self._applied:
+        manifests = builders.build_all(service, self.controller.platform, private_key)
+        for manifest in manifests:
+            if (manifest["kind"], manifest["metadata"]["name"]) not in self._applied:
                 await self._refuse_foreign(service, manifest)
+        for manifest in manifests:
+            name = (manifest["kind"], manifest["metadata"]["name"])
             stored = await self.controller.kube.apply(manifest)
             self._applied[name] = fingerprint(stored)
             self.controller.cache.put(manifest["kind"], stored, gone=False)
@@ -233,13 +238,20 @@ class ServiceLoop:
         stored = existing or await self.controller.kube.create(manifest)
         return str(stored["data"][n.PRIVATE_KEY_FIELD])
 
+    async def _first_replicas(self, body: Body, replicas: int) -> None:
+        """An HPA takes no number for "switched off", so spec.replicas gets one to begin with."""
+        where = path(resource.API_VERSION, resource.KIND, *self.key, "scale")
+        seen = {"metadata": {"resourceVersion": body["metadata"]["resourceVersion"]}}
+        try:
+            await self.controller.kube.merge(where, seen | {"spec": {"replicas": replicas}})
+        except ApiError as error:
+            if error.status != 409:  # changed since we looked; the watch will tell
+                raise
+
     async def _write_replicas(self, service: InferenceService) -> None:
         """Replicas of both Deployments as the spec fixes them; under native autoscaling only the bounds."""
         kube, cache = self.controller.kube, self.controller.cache
         own = n.names(service.name)
-        if service.external_scaler and service.replicas is None:
-            # An HPA takes no number for "switched off", so it needs one to begin with.
-            await kube.scale(path(resource.API_VERSION, resource.KIND, *self.key), service.start_replicas)
         for role, name in ((n.ENGINE, own.engine), (n.ROUTER, own.router)):
             deployment = cache.deployment(self.key, role)
             if deployment is None:
@@ -248,6 +260,9 @@ class ServiceLoop:
             wanted = service.start_replicas if role == n.ENGINE else service.router.replicas
             if role == n.ENGINE and service.autoscaling:
                 wanted = min(max(now, service.autoscaling.min_replicas), service.autoscaling.max_replicas)
+                self._fixed.pop(name, None)
+            else:
+                self._fixed[name] = wanted
             if wanted != now:
                 where = path("apps/v1", "Deployment", service.namespace, name)
                 await kube.scale(where, wanted)
@@ -262,7 +277,11 @@ class ServiceLoop:
         engines = status.group(n.ENGINE, cache.deployment(self.key, n.ENGINE), pods, events)
         routers = status.group(n.ROUTER, cache.deployment(self.key, n.ROUTER), pods, events)
         found = status.conditions(
-            engines, routers, self.scaler.condition(spec), self._error, bool(spec.get("paused"))
+            engines,
+            routers,
+            self.scaler.condition(spec, old.get("conditions", ())),
+            self._error,
+            bool(spec.get("paused")),
         )
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         labels = n.selector(meta["name"], n.ENGINE)
@@ -313,6 +332,11 @@ class ServiceLoop:
         await scaling.post_event(
             self.controller.kube, body, "Normal" if calm else "Warning", ready.reason, ready.message
         )
+
+
+def _is_users_fault(error: ApiError) -> bool:
+    """Whether the API server refused what the spec makes; a misspelt field in podTemplate comes as 500."""
+    return error.status in (400, 422) or "failed to create typed patch object" in error.message
 
 
 def _no_container_yet(pod: Body) -> bool:

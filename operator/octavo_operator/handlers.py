@@ -33,7 +33,7 @@ def registry(controller: Controller) -> kopf.OperatorRegistry:
     made = kopf.OperatorRegistry()
 
     def login(**_: Any) -> kopf.ConnectionInfo:
-        """The controller's own credentials; kopf asks again when the API server refuses a token that ran out."""
+        """The operator's own credentials; kopf asks again when the API server refuses an old token."""
         config = controller.kube.config
         scheme, token = (controller.kube.authorization() or " ").split(" ", 1)
         return kopf.ConnectionInfo(

@@ -13,7 +13,7 @@ import datetime
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -66,8 +66,8 @@ class Scaler:
             self._task.cancel()
         self._task, self._service, self._last, self._history = None, None, None, ()
 
-    def condition(self, spec: Mapping[str, Any]) -> Condition:
-        """The Autoscaling condition."""
+    def condition(self, spec: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> Condition:
+        """The Autoscaling condition; until a first decision what stood there ``before`` is kept."""
         scaling = spec.get("autoscaling")
         if not scaling:
             return Condition("Autoscaling", False, "Off", "spec.replicas sets the number of replicas")
@@ -76,7 +76,7 @@ class Scaler:
         if spec.get("paused"):
             return Condition("Autoscaling", False, "Paused", "spec.paused is true: replicas stay as they are")
         if self._last is None:
-            return Condition("Autoscaling", False, "Starting", "no decision yet")
+            return _kept(before) or Condition("Autoscaling", False, "Starting", "no decision yet")
         signals = self._last.signals
         if signals.known == 0:
             return Condition("Autoscaling", False, "NoSignals", "no engine could be asked for its load")
@@ -182,6 +182,14 @@ class Scaler:
         if secret is None:
             raise ApiError(404, "NotFound", f"Secret {n.names(service.name).private} is not there")
         return base64.b64decode(secret["data"][n.PRIVATE_KEY_FIELD]).decode()
+
+
+def _kept(before: Sequence[Mapping[str, Any]]) -> Condition | None:
+    """What an operator before us said while autoscaling was on: a restart is no news."""
+    for old in before:
+        if old["type"] == "Autoscaling" and old["reason"] in ("Active", "NoSignals"):
+            return Condition("Autoscaling", old["status"] == "True", old["reason"], old["message"])
+    return None
 
 
 def deletion_cost(pod: autoscaler.Pod) -> int:
