@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from octavo.core.kv_cache import KVSpec
 from octavo.core.outputs import EngineRequest
 from octavo.core.plan import RowResult, StepPlan, StepResult
@@ -13,7 +14,7 @@ from octavo.core.scheduler import Scheduler, SchedulerSettings
 class TokenExecutor:
     """Executes plans over a simulated cache: each slot holds a digest of the whole prefix up to its token.
 
-    The next token of a row is a pure function of all tokens before it. Reading a slot that holds another
+    The next token of a row is a pure function of all tokens before it. Reading a slot with another
     prefix fails: a block was shared wrongly, freed too early or never written. ``sequences`` maps request ids to
     the tokens that each truly has.
     """

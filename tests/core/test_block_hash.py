@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from octavo.config import HASH_ALGOS
 from octavo.core.block_hash import BlockHasher
 from octavo.errors import ConfigError, InvalidRequest

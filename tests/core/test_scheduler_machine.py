@@ -12,6 +12,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+
 from octavo.errors import ContextLengthExceeded, QueueFull
 
 EOS = 49

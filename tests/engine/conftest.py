@@ -5,6 +5,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
+
 from octavo.config import EngineConfig
 from octavo.core.outputs import EngineRequest
 from octavo.core.sampling_params import SamplingParams

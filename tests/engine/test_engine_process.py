@@ -11,6 +11,7 @@ import time
 
 import pytest
 import zmq
+
 from octavo.engine import messages
 from octavo.errors import (
     ConfigError,

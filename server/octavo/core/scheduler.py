@@ -74,7 +74,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._eos = frozenset(eos_token_ids)
-        self._limits = Limits(
+        self.limits = Limits(
             settings.max_model_len, settings.vocab_size, num_blocks // len(groups), settings.block_size
         )
         self._reserve = num_blocks // RESERVE_SHARE
@@ -96,7 +96,7 @@ class Scheduler:
         Raises ``InvalidRequest``, ``ContextLengthExceeded`` (it can never fit; names need and capacity) or
         ``QueueFull`` (with seconds after which there may be room); then nothing was queued.
         """
-        check_request(request, self._limits)
+        check_request(request, self.limits)
         if request.request_id in self._requests:
             raise InvalidRequest(f"request_id {request.request_id!r} is in use", param="request_id")
         seats = max(0, self.settings.max_num_seqs - len(self.running))

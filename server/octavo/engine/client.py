@@ -370,10 +370,6 @@ class EngineClient:
             self._state = state
         self._notify()
 
-    async def changed(self) -> None:
-        """Wait until the state, the stage or what is in flight has changed."""
-        await self._changed.wait()
-
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -10,6 +10,7 @@ from octavo.config import EngineConfig
 from octavo.core.kv_cache import KVSpec
 from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats
 from octavo.core.plan import StepPlan
+from octavo.core.request import check_request
 from octavo.core.scheduler import Scheduler, SchedulerSettings
 from octavo.engine.executor import Executor
 from octavo.errors import ConfigError, InvalidRequest, OctavoError
@@ -81,6 +82,15 @@ class EngineCore:
             "num_blocks": self.info.num_blocks,
             **self.info.kv,
         }
+
+    def check(self, request: EngineRequest) -> None:
+        """Raise what ``add`` would raise for this request whatever else is going on."""
+        check_request(request, self._scheduler.limits)
+
+    def max_tokens_after(self, prompt_tokens: int) -> int:
+        """The longest output that fits after a prompt; 0 or less when not even the prompt fits."""
+        limits = self._scheduler.limits
+        return min(limits.max_model_len, limits.num_blocks * limits.block_size + 1) - prompt_tokens
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
         """Take all of these or none: ``InvalidRequest``, ``ContextLengthExceeded`` or ``QueueFull``."""
