@@ -91,7 +91,7 @@ async def _lead(lease: Lease, controller: Controller, namespaces: list[str], sto
         for result in results:
             if isinstance(result, Exception):
                 raise result
-        return 1 if lost or not stop.is_set() else 0
+        return 1 if lost else 0  # kopf ends by itself only at a signal, which it takes over from us
     finally:
         try:
             await lease.release()

@@ -47,6 +47,7 @@ class Scaler:
         self._wake = asyncio.Event()
         self._history: tuple[autoscaler.Wanted, ...] = ()
         self._last: autoscaler.Decision | None = None
+        self._silent: set[str] = set()
         self._new: Decisions = []  # decided but perhaps not in status yet
 
     def configure(self, service: InferenceService) -> None:
@@ -116,8 +117,9 @@ class Scaler:
         if service is None or service.autoscaling is None or deployment is None:
             return
         bodies = [p for p in self._cache.pods(self._key, n.ENGINE) if _counts(p)]
+        self._silent &= {body["metadata"]["name"] for body in bodies}
         key = await self._private_key(service)
-        pods = await asyncio.gather(*(_ask(session, body, key) for body in bodies))
+        pods = await asyncio.gather(*(_ask(session, body, key, self._silent) for body in bodies))
         current = deployment["spec"].get("replicas", 1)
         decision = autoscaler.decide(pods, current, service.autoscaling, self._history, time.monotonic())
         before, self._last, self._history = self._last, decision, decision.history
@@ -207,8 +209,11 @@ def _counts(pod: Body) -> bool:
     return pod.get("status", {}).get("phase") not in ("Failed", "Succeeded")
 
 
-async def _ask(session: aiohttp.ClientSession, body: Body, key: str) -> autoscaler.Pod:
-    """A pod with the load it tells on its private port; without, where it does not answer in time."""
+async def _ask(session: aiohttp.ClientSession, body: Body, key: str, silent: set[str]) -> autoscaler.Pod:
+    """A pod with the load it tells on its private port; without, where it does not answer in time.
+
+    ``silent``: pods that did not answer before; one is logged once.
+    """
     pod = autoscaler.Pod(
         name=body["metadata"]["name"], ready=t.is_ready(body), ending=t.is_ending(body), load=None
     )
@@ -229,8 +234,11 @@ async def _ask(session: aiohttp.ClientSession, body: Body, key: str) -> autoscal
         )
     except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
         SCRAPE_FAILURES.inc()
-        log.warning("pod %s does not tell its load: %r", pod.name, error)
+        if pod.name not in silent:
+            silent.add(pod.name)
+            log.warning("pod %s does not tell its load: %s: %s", pod.name, type(error).__name__, error)
         return pod
+    silent.discard(pod.name)
     return autoscaler.Pod(name=pod.name, ready=True, ending=False, load=load)
 
 
