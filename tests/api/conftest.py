@@ -23,7 +23,8 @@ from octavo.engine.client import EngineClient
 
 HERE = Path(__file__).parent
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('tools are not known here') }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}{{ raise_exception('tools are not known here') }}{% endif %}"
     "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 CORPUS = [
@@ -80,6 +81,7 @@ class Running:
         self.private_url = f"http://127.0.0.1:{server.private_port}"
         self.result: int | None = None
         self.error: BaseException | None = None
+        self.http = httpx.Client(timeout=60, verify=False, trust_env=False)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._up = threading.Event()
         self.thread = threading.Thread(target=self._run)
@@ -108,10 +110,10 @@ class Running:
         return self.result
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30, **options)
+        return self.http.get(self.url + path, **options)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, **options)
+        return self.http.post(self.url + path, json=body, **options)
 
     def wait_ready(self) -> None:
         for _ in range(600):
@@ -121,7 +123,7 @@ class Running:
         raise AssertionError(f"not ready: {self.get('/startup').text}")
 
     def client(self, **options: Any) -> openai.OpenAI:
-        settings = {"api_key": "none", "max_retries": 0, "timeout": 60, **options}
+        settings = {"api_key": "none", "max_retries": 0, "http_client": self.http, **options}
         return openai.OpenAI(base_url=self.url + "/v1", **settings)
 
     def metric(self, name: str, **labels: str) -> float:
@@ -149,6 +151,16 @@ def serving(model: Path, engine: EngineClient, *, ready: bool = True, **settings
         running.stop()
         running.stop()
         running.join()
+
+
+@pytest.fixture(scope="session")
+def serve(model_folder: Path) -> Any:
+    """``with serve("fast", max_queue=4) as running``: a server over the named scripted executor."""
+
+    def start(executor: str, model: Path = model_folder, **settings: Any) -> Any:
+        return serving(model, ScriptedEngine(executor), **settings)
+
+    return start
 
 
 @pytest.fixture(scope="module")

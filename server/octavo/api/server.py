@@ -170,7 +170,8 @@ def _http_server(app: ASGIApp, config: EngineConfig) -> _HttpServer:
     return _HttpServer(settings)
 
 
-async def _serve(server: Server) -> int:
+async def serve(server: Server) -> int:
+    """Run ``server``; SIGTERM drains it, Ctrl-C too but without the grace, and a second signal ends it at once."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, server.stop)
     loop.add_signal_handler(signal.SIGINT, lambda: server.stop(hurry=True))
@@ -209,4 +210,4 @@ def main(argv: Sequence[str]) -> int:
     """``octavo serve MODEL [flags]``. Returns 0 after a drain; errors are raised as ``OctavoError``."""
     config = parse_args(argv)
     set_up_logging(config.log_level)
-    return uvloop.run(_serve(Server(config)))
+    return uvloop.run(serve(Server(config)))

@@ -1,0 +1,277 @@
+"""What is wrong with a request is named, in one envelope, with the right status; the next request is
+answered.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert isinstance(body["error"]["message"], str)
+    assert body["error"]["type"]
+    return body["error"]
+
+
+WRONG = [
+    ("n", 0), ("n", 129), ("n", 10**30), ("n", "2"), ("n", 1.5), ("n", True),
+    ("temperature", -0.1), ("temperature", 2.1), ("temperature", "hot"),
+    ("top_p", 0), ("top_p", 1.01), ("top_k", -2), ("top_k", "many"),
+    ("seed", 2**63), ("seed", "x"), ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5),
+    ("stop", 3), ("stop", [""]), ("stop", ""), ("stop", ["a", "b", "c", "d", "e"]), ("stop", [1]),
+    ("stop_token_ids", [384 + 10]), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]),
+    ("stop_token_ids", 3),
+    ("ignore_eos", "yes"), ("stream", "yes"), ("skip_special_tokens", 1), ("cache_salt", 5),
+    ("stream_options", {"include_usage": True}), ("return_token_ids", 1), ("request_id", 7),
+]  # fmt: skip
+UNSUPPORTED = [
+    ("presence_penalty", 0.5), ("frequency_penalty", 1), ("repetition_penalty", 1.1), ("min_p", 0.1),
+    ("min_tokens", 5), ("logit_bias", {"5": 1}), ("bad_words", ["x"]), ("allowed_token_ids", [1]),
+    ("truncate_prompt_tokens", 5), ("prompt_logprobs", 0), ("priority", 1), ("use_beam_search", True),
+    ("structured_outputs", {"regex": "a"}), ("response_format", {"type": "json_object"}),
+    ("kv_transfer_params", {}), ("echo", True), ("reasoning_effort", "high"), ("include_reasoning", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", WRONG, ids=str)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_wrong_field_is_named(fast: Any, path: str, field: tuple[str, Any]) -> None:
+    name, value = field
+    body = {**(CHAT if "chat" in path else COMPLETION), name: value}
+    error = error_of(fast.post(path, body), 400)
+    assert error["param"] == name
+    assert name in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED, ids=str)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_known_field_that_is_not_supported_is_refused(fast: Any, path: str, field: tuple[str, Any]) -> None:
+    name, value = field
+    body = CHAT if "chat" in path else COMPLETION
+    error = error_of(fast.post(path, {**body, name: value}), 400)
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert fast.post(path, {**body, name: None}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "presence_penalty": 0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "logit_bias": {},
+            "min_p": 0,
+        },
+        {"response_format": {"type": "text"}, "echo": False, "bad_words": [], "priority": 0, "user": "me"},
+        {"n": 1.0, "top_k": -1, "spaces_between_special_tokens": True, "include_reasoning": True},
+    ],
+)
+def test_values_that_mean_off_are_taken(fast: Any, fields: dict[str, Any]) -> None:
+    assert fast.post("/v1/completions", {**COMPLETION, **fields}).status_code == 200
+    assert fast.post("/v1/chat/completions", {**CHAT, **fields}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"add_generation_prompt": "no"}, "add_generation_prompt"),
+        ({"model": None}, "model"),
+        ({"model": 3}, "model"),
+    ],
+)
+def test_a_wrong_field_of_a_chat_is_named(fast: Any, fields: dict[str, Any], param: str) -> None:
+    assert error_of(fast.post("/v1/chat/completions", {**CHAT, **fields}), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["", [""], [], [[]], [[-1]], [384], [10**20], [1, "a"], [1.5], {"a": 1}, None, True, ["x", ""], [["x"]]],
+    ids=str,
+)
+def test_a_wrong_prompt_is_refused_and_the_next_is_answered(fast: Any, prompt: Any) -> None:
+    assert error_of(fast.post("/v1/completions", {**COMPLETION, "prompt": prompt}), 400)["param"] == "prompt"
+    assert fast.post("/v1/completions", COMPLETION).status_code == 200
+
+
+def test_the_templates_own_message_is_passed_on(fast: Any) -> None:
+    body = {**CHAT, "messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}
+    assert error_of(fast.post("/v1/chat/completions", body), 400)["message"] == "tools are not known here"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[1]", b'"x"', b"null", b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000,
+        b'{"model": "tiny", "prompt": "\\ud800", "max_tokens": 1}',
+        b'{"model": "tiny", "prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        b'{"model": "tiny", "prompt": "x", "temperature": Infinity}',
+        b'{"model": "tiny", "prompt": "x", "temperature": 1e999}',
+    ],
+    ids=lambda body: repr(body[:40]),
+)  # fmt: skip
+def test_a_body_that_is_no_json_object_is_refused(fast: Any, body: bytes) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        answer = fast.http.post(fast.url + path, content=body, headers={"Content-Type": "application/json"})
+        assert error_of(answer, 400)["code"] == "invalid_json"
+
+
+def test_another_content_type_is_refused(fast: Any) -> None:
+    answer = fast.http.post(fast.url + "/v1/completions", data={"model": "tiny"})
+    assert error_of(answer, 415)["code"] == "unsupported_media_type"
+
+
+def test_too_large_a_body_is_refused_before_it_is_read(fast: Any) -> None:
+    def parts() -> Any:
+        for _ in range(33):
+            yield b"x" * 2**20
+
+    headers = {"Content-Type": "application/json"}
+    connection = http.client.HTTPConnection("127.0.0.1", fast.server.port, timeout=30)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Content-Length", str(2**40))
+    connection.endheaders()
+    declared = connection.getresponse()
+    assert declared.status == 413
+    assert json.loads(declared.read())["error"]["code"] == "request_too_large"
+    connection.close()
+    answer = fast.http.post(fast.url + "/v1/completions", content=parts(), headers=headers)
+    assert error_of(answer, 413)["code"] == "request_too_large"
+
+
+def test_unknown_models_routes_and_methods(fast: Any) -> None:
+    unknown = error_of(fast.post("/v1/completions", {**COMPLETION, "model": "other"}), 404)
+    assert (unknown["code"], unknown["param"]) == ("model_not_found", "model")
+    assert error_of(fast.get("/v1/models/other"), 404)["code"] == "model_not_found"
+    assert (
+        error_of(fast.post("/tokenize", {"model": "other", "prompt": "x"}), 404)["code"] == "model_not_found"
+    )
+    assert error_of(fast.get("/v1/nothing"), 404)["code"] == "not_found"
+    wrong_method = fast.get("/v1/completions")
+    assert error_of(wrong_method, 405)["code"] == "method_not_allowed"
+    assert wrong_method.headers["allow"] == "POST"
+    with pytest.raises(openai.NotFoundError):
+        fast.client().completions.create(model="other", prompt="x")
+
+
+def test_what_can_never_fit_is_told_with_need_and_capacity(serve: Any) -> None:
+    with serve("small") as running:
+        client = running.client()
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model="tiny", prompt=[5] * 1000, max_tokens=5)
+        assert caught.value.code == "context_length_exceeded"
+        assert "1005" in str(caught.value)
+        assert "800" in str(caught.value)
+        too_long = {"model": "tiny", "prompt": [5] * 2048, "max_tokens": 1}
+        error = error_of(running.post("/v1/completions", too_long), 400)
+        assert error["code"] == "context_length_exceeded"
+        for _ in range(5):
+            assert client.completions.create(model="tiny", prompt="short", max_tokens=2).choices
+        full = client.chat.completions.create(
+            model="tiny", messages=CHAT["messages"], temperature=0, extra_body={"ignore_eos": True}
+        )
+        assert full.usage.total_tokens == 801  # the cache holds 800; the last token drawn is never stored
+
+
+def test_more_sequences_than_the_queue_holds_are_refused(serve: Any) -> None:
+    with serve("paced", max_queue=4, max_num_seqs=1) as running:
+        body = {**COMPLETION, "n": 5, "temperature": 1}
+        assert error_of(running.post("/v1/completions", body), 400)["param"] == "n"
+        busy = [
+            running.client().completions.create(
+                model="tiny", prompt="x", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+            )
+            for _ in range(5)
+        ]
+        full = running.post("/v1/completions", COMPLETION)
+        assert error_of(full, 429)["code"] == "rate_limit_exceeded"
+        assert int(full.headers["retry-after"]) >= 1
+        streamed = running.post("/v1/completions", {**COMPLETION, "stream": True})
+        assert error_of(streamed, 429)["type"] == "rate_limit_error"
+        for stream in busy:
+            stream.close()
+
+
+def test_a_fault_of_one_row_ends_that_request_alone(fast: Any) -> None:
+    before = fast.metric("octavo:internal_errors_total")
+    failing = {"model": "tiny", "prompt": [300, 5, 6], "max_tokens": 3}
+    assert "NaN" in error_of(fast.post("/v1/completions", failing), 500)["message"]
+    events = fast.post("/v1/completions", {**failing, "stream": True})
+    assert events.status_code in (200, 500)
+    assert fast.metric("octavo:internal_errors_total") == before + 2
+    assert fast.metric("vllm:request_success_total", finished_reason="error") >= 2
+    assert fast.post("/v1/completions", COMPLETION).status_code == 200
+
+
+ROUTES = [
+    ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/version"),
+    ("GET", "/load"), ("GET", "/nowhere"), ("GET", "/health/"), ("GET", "//health"), ("GET", "/docs"),
+    ("GET", "/openapi.json"),
+]  # fmt: skip
+NO_KEY = [None, "Bearer wrong", "one", "Basic one"]
+OPEN = ["/health", "/live", "/ready", "/startup", "/ping", "/metrics"]
+
+
+def test_with_keys_everything_but_probes_and_metrics_is_denied(serve: Any, tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    (keys / "team-a").write_text("secret-a\n")
+    (keys / ".hidden").write_text("secret-hidden")
+    with serve("fast", api_key=("one", "two"), api_key_dir=str(keys)) as running:
+        for path in OPEN:
+            assert running.get(path).status_code == 200
+        for method, path in ROUTES:
+            for sent in NO_KEY:
+                headers = {"Authorization": sent} if sent else {}
+                answer = running.http.request(method, running.url + path, json={}, headers=headers)
+                assert error_of(answer, 401)["code"] == "invalid_api_key"
+        for key in ("one", "two", "secret-a"):
+            assert [model.id for model in running.client(api_key=key).models.list()] == ["tiny", "alias"]
+        for key in ("secret-hidden", "on", "onee", "ONE"):
+            assert running.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 401
+        (keys / "team-a").unlink()
+        (keys / "team-b").write_text("secret-b")
+        for _ in range(50):
+            if running.get("/v1/models", headers={"Authorization": "Bearer secret-b"}).status_code == 200:
+                break
+            running.thread.join(0.1)
+        assert running.get("/v1/models", headers={"Authorization": "Bearer secret-b"}).status_code == 200
+        assert running.get("/v1/models", headers={"Authorization": "Bearer secret-a"}).status_code == 401
+
+
+def test_no_prompt_text_is_logged(fast: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", logger="octavo"):
+        fast.post("/v1/completions", {**COMPLETION, "prompt": "a very private sentence"})
+        fast.post("/v1/completions", {**COMPLETION, "stop": "a very private stop", "n": "x"})
+    assert "/v1/completions" in caplog.text
+    assert "private" not in caplog.text
+    assert json.loads(fast.get("/health").text)["state"] == "ready"
