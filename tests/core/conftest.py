@@ -14,9 +14,9 @@ from octavo.core.scheduler import Scheduler, SchedulerSettings
 class TokenExecutor:
     """Executes plans over a simulated cache: each slot holds a digest of the whole prefix up to its token.
 
-    The next token of a row is a pure function of all tokens before it. Reading a slot with another
-    prefix fails: a block was shared wrongly, freed too early or never written. ``sequences`` maps request ids to
-    the tokens that each truly has.
+    The next token of a row is a pure function of all tokens before it. Reading a slot that does not hold
+    just this prefix fails: a block was shared wrongly, freed too early or never written. ``sequences`` maps
+    request ids to the tokens that each truly has.
     """
 
     def __init__(self, vocab_size: int, num_blocks: int, block_size: int, num_groups: int = 1) -> None:

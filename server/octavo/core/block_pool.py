@@ -99,7 +99,7 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Share of active blocks, 0 .. 1: cached blocks are free."""
-        return 1 - len(self._free) / len(self.blocks)
+        return (len(self.blocks) - len(self._free)) / len(self.blocks)
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` blocks off the head of the free list; a cached one loses its name.

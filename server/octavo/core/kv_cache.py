@@ -56,7 +56,7 @@ class KVCache:
         return self.pool.num_blocks // len(self.groups) * self.block_size
 
     def name_blocks(self, request: Request) -> None:
-        """Bring ``request.block_hashes`` up to its tokens. ``InvalidRequest`` for a salt that is no text."""
+        """Bring ``request.block_hashes`` up to its tokens."""
         if self._hasher is None:
             return
         names = request.block_hashes

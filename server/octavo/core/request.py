@@ -46,7 +46,17 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
             f"max_tokens is {sampling.max_tokens} and {prior} tokens exist already: none is left to make",
             param="max_tokens",
         )
+    if request.cache_salt is not None and not _is_text(request.cache_salt):
+        raise InvalidRequest(f"cache_salt {request.cache_salt!r} is not valid Unicode", param="cache_salt")
     _check_length(len(prompt) - prior, sampling.max_tokens, limits)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can spell
+        return False
+    return True
 
 
 def _check_length(prompt: int, output: int, limits: Limits) -> None:

@@ -168,10 +168,7 @@ class EngineClient:
             raise InvalidRequest(
                 "request_id is in use: each running request needs its own", param="request_id"
             )
-        try:
-            self._send(messages.AddRequests(list(requests)))
-        except UnicodeEncodeError as error:
-            raise InvalidRequest("a text of the request is not valid Unicode", param="cache_salt") from error
+        self._send(messages.AddRequests(list(requests)))
         stream = OutputStream(ids, self._forget, self._loop)
         for name in ids:
             self._streams[name] = weakref.ref(stream)
