@@ -1,8 +1,8 @@
-"""Build of the C++ CPU kernels: one shared library, called through ctypes, without torch's or Python's headers.
+"""Build of the C++ CPU kernels: one shared library, called through ctypes, without torch's headers.
 
-Every operation is compiled once for each instruction set and the library picks one when it is loaded. The build
-is optional: without a compiler, or on a machine that is not x86-64, the package installs without the library and
-the torch reference serves.
+Every operation is compiled once for each instruction set and the library picks one when it is loaded. The
+build is optional: without a compiler, or on a machine that is not x86-64, the package installs without the
+library and the torch reference serves.
 """
 
 from __future__ import annotations

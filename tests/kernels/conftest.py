@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+
 from octavo_kernels import KernelsUnavailable, load
 from octavo_kernels.cpu import library
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from octavo_kernels import AttentionBatch
 
 # float32: softmax in blocks sums in another order. bfloat16: scores are exact products summed in float32;

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 DTYPES = [torch.float32, torch.bfloat16]
-# Both sum up to 416 terms of size about K^-1/2 in float32, in another order. bfloat16 rounds the result to 8 bits;
-# a gated product of two results may be one step of 2^-8 off.
+# Both sum up to 416 terms of size about K^-1/2 in float32, in another order. bfloat16 rounds the result to
+# 8 bits; a gated product of two results may be one step of 2^-8 off.
 EXACT = {"rtol": 1e-5, "atol": 2e-5}
 ROUNDED = {"rtol": 2**-7, "atol": 2**-9}
 

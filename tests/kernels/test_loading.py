@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+
 from octavo_kernels import KernelsUnavailable, load
 from octavo_kernels.cpu import library
 

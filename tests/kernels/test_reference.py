@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+
 from octavo_kernels import AttentionBatch, load
 
 

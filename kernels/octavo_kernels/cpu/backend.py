@@ -1,6 +1,6 @@
 """The operations of :class:`octavo_kernels.ops.Ops` on the C++ library, in float32 and bfloat16.
 
-Called about nine times a layer and step, so each operation does little more than collect pointers and strides. A
+Called about nine times a layer and step, so each operation does little but collect pointers and strides. A
 wrong shape or device would read memory that is not there; the one check made per call is of the dtypes.
 """
 
@@ -199,7 +199,7 @@ class CpuOps:
     def kv_cache_shape(
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int
     ) -> tuple[int, ...]:
-        """[num_blocks, kv_heads, block_size, elements per token]: a head's page fills the last two dimensions.
+        """[num_blocks, kv_heads, block_size, elements per token]: a head's page fills the last two.
 
         Block sizes that are no multiple of 16 work, but take the room of one that is, and a slow path.
         """

@@ -58,8 +58,8 @@ class Weight(ctypes.Structure):
 class Library:
     """The functions of the C interface.
 
-    ``brief`` functions keep Python's lock, for calls shorter than a hand-over of it; ``long`` ones release it, so
-    that other threads of the process go on.
+    ``brief`` functions keep Python's lock, for calls shorter than a hand-over of it; ``long`` ones release it
+    for the other threads of the process.
     """
 
     def __init__(self, path: Path, isa: str | None) -> None:
@@ -89,8 +89,10 @@ class _Functions:
 def open_library() -> Library:
     """The library, opened once a process.
 
-    OCTAVO_KERNELS_ISA picks the instruction set; without it the best that the CPU has is taken. Raises ValueError
-    for a set that is not known, KernelsUnavailable where the library was not built or the set is not supported.
+    OCTAVO_KERNELS_ISA picks the instruction set; without it the best that the CPU has is taken.
+
+    Raises ValueError for a set that is not known, KernelsUnavailable where the library was not built or this
+    CPU does not support the set.
     """
     isa = os.environ.get("OCTAVO_KERNELS_ISA") or None
     if isa is not None and isa not in INSTRUCTION_SETS:
@@ -146,7 +148,7 @@ def _read_quota(place: Path, version2: bool) -> float | None:
 
 
 class Arena:
-    """Memory of packed weights: large mappings, aligned for huge pages, each given back with its last weight."""
+    """Memory of packed weights: large mappings of huge pages, each given back with its last weight."""
 
     CHUNK = 64 << 20
     HUGE_PAGE = 2 << 20

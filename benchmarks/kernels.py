@@ -1,0 +1,222 @@
+"""Speed of the C++ kernels beside torch and beside the machine's memory, measured in one run.
+
+    python benchmarks/kernels.py [--threads N] [--rounds N] [--layers N] [--only products|attention|step]
+
+The shapes are SmolLM2-135M's in bfloat16. A round passes over all layers' matrices and the head, 270 MB,
+so they come from memory. In each round a plain read of as many bytes, ours and torch's take turns, and
+medians are compared: on a shared machine times move, their ratios less so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo_kernels import AttentionBatch, Ops, PackedWeight, load
+from octavo_kernels.cpu.library import open_library, usable_cpus
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 576, 9, 3, 64, 1536, 49152
+QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+SCALE = HEAD_DIM**-0.5
+BLOCK_SIZE = 16
+DTYPE = torch.bfloat16
+HEAD_ROWS = 32
+"""A prefill computes logits of one row a sequence, so the head sees at most so many."""
+
+Layer = tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight]
+
+
+def medians(rounds: int, *runs: Callable[[], object]) -> list[float]:
+    """The median time in seconds of each of the runs, taken in turns after a warm-up."""
+    times: list[list[float]] = [[] for _ in runs]
+    for round_number in range(rounds + 1):
+        for taken, run in zip(times, runs, strict=True):
+            start = time.perf_counter()
+            run()
+            if round_number:
+                taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in times]
+
+
+def reader(size: int) -> Callable[[], object]:
+    """Reads ``size`` bytes of memory with every thread."""
+    memory = torch.zeros(size, dtype=torch.uint8)
+    read = open_library().long.read
+    return lambda: read(memory.data_ptr(), memory.numel())
+
+
+def random(n: int, k: int) -> Tensor:
+    return (torch.randn(n, k) * k**-0.5).to(DTYPE)
+
+
+class Model:
+    """The matrices of a model, packed for ours and plain for torch."""
+
+    def __init__(self, ops: Ops, layers: int) -> None:
+        self.plain: list[list[Tensor]] = []
+        self.packed: list[Layer] = []
+        for _ in range(layers):
+            qkv, o, down = random(QKV, HIDDEN), random(HIDDEN, HIDDEN), random(HIDDEN, INTERMEDIATE)
+            gate, up = random(INTERMEDIATE, HIDDEN), random(INTERMEDIATE, HIDDEN)
+            self.plain.append([qkv, o, torch.cat([gate, up]), down])
+            pair = ops.pack_gate_up(gate, up, DTYPE)
+            self.packed.append((ops.pack(qkv, DTYPE), ops.pack(o, DTYPE), pair, ops.pack(down, DTYPE)))
+        self.plain_head = random(VOCAB, HIDDEN)
+        self.head = ops.pack(self.plain_head, DTYPE)
+        self.parameters = sum(w.numel() for layer in self.plain for w in layer) + self.plain_head.numel()
+
+    def ours(self, ops: Ops, x: Tensor, wide: Tensor) -> None:
+        for qkv, o, pair, down in self.packed:
+            ops.matmul(x, qkv)
+            ops.matmul(x, o)
+            ops.gate_up(x, pair)
+            ops.matmul(wide, down)
+        ops.matmul(x[:HEAD_ROWS], self.head)
+
+    def torchs(self, x: Tensor, wide: Tensor) -> None:
+        for qkv, o, pair, down in self.plain:
+            F.linear(x, qkv)
+            F.linear(x, o)
+            gate, up = F.linear(x, pair).chunk(2, dim=-1)
+            F.silu(gate) * up
+            F.linear(wide, down)
+        F.linear(x[:HEAD_ROWS], self.plain_head)
+
+
+def products(ops: Ops, layers: int, rounds: int) -> None:
+    model = Model(ops, layers)
+    size = model.parameters * 2
+    print(f"products: matrices of {layers} layers and the head, {size / 1e6:.0f} MB")
+    for m in (1, 2, 4, 8, 16, 32, 64, 256, 512):
+        x, wide = torch.randn(m, HIDDEN).to(DTYPE), torch.randn(m, INTERMEDIATE).to(DTYPE)
+        read, ours, torchs = medians(
+            rounds, reader(size), partial(model.ours, ops, x, wide), partial(model.torchs, x, wide)
+        )
+        print(
+            f"  M {m:4}: {ours * 1e3:8.2f} ms; torch's time is {torchs / ours:5.2f} of it;"
+            f" {read / ours:4.0%} of the read limit ({size / read / 1e9:.1f} GB/s)"
+        )
+
+
+def decode_batch(queries: int, context: int, sequences: int) -> AttentionBatch:
+    blocks = -(-context // BLOCK_SIZE) * sequences
+    return AttentionBatch(
+        query_start=torch.arange(sequences + 1, dtype=torch.int32) * queries,
+        seq_lens=torch.full((sequences,), context, dtype=torch.int32),
+        block_tables=torch.randperm(blocks).int().view(sequences, -1),
+        block_size=BLOCK_SIZE,
+        max_query_len=queries,
+    )
+
+
+def caches_for(ops: Ops, batch: AttentionBatch, layers: int) -> list[Tensor]:
+    shape = ops.kv_cache_shape(batch.block_tables.numel(), BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    return [torch.randn(shape).to(DTYPE) for _ in range(layers)]
+
+
+def attend(ops: Ops, q: Tensor, caches: list[Tensor], batch: AttentionBatch, out: Tensor) -> None:
+    for cache in caches:
+        ops.paged_attention(q, cache, batch, SCALE, out=out)
+
+
+def attend_torch(q: Tensor, caches: list[Tensor], mask: Tensor) -> None:
+    """Over contiguous keys and values, already gathered: kinder to torch than an engine could be."""
+    for kv in caches:
+        F.scaled_dot_product_attention(q, kv[0], kv[1], attn_mask=mask, enable_gqa=True)
+
+
+def attention(ops: Ops, layers: int, rounds: int) -> None:
+    print(f"attention of {layers} layers")
+    for queries, context, sequences in (
+        (1, 256, 1),
+        (1, 2048, 1),
+        (1, 512, 8),
+        (1, 512, 32),
+        (512, 512, 1),
+        (512, 2048, 1),
+    ):
+        batch = decode_batch(queries, context, sequences)
+        caches = caches_for(ops, batch, layers)
+        q = torch.randn(sequences * queries, HEADS, HEAD_DIM).to(DTYPE)
+        dense = [torch.randn(2, sequences, KV_HEADS, context, HEAD_DIM).to(DTYPE) for _ in range(layers)]
+        mask = torch.ones(queries, context, dtype=torch.bool).tril(context - queries)
+        size = layers * dense[0].numel() * 2
+        read, ours, torchs = medians(
+            rounds,
+            reader(size),
+            partial(attend, ops, q, caches, batch, torch.empty_like(q)),
+            partial(attend_torch, q.view(sequences, queries, HEADS, HEAD_DIM).transpose(1, 2), dense, mask),
+        )
+        print(
+            f"  {sequences:2} x {queries:3} queries, context {context:4}: {ours * 1e3:8.2f} ms;"
+            f" torch's time is {torchs / ours:5.2f} of it; {read / ours:4.0%} of the read limit"
+        )
+
+
+class Step:
+    """Every operation of a decode step, driven from Python as a model does it."""
+
+    def __init__(self, ops: Ops, model: Model, sequences: int, context: int) -> None:
+        self.ops, self.model, self.sequences = ops, model, sequences
+        self.batch = decode_batch(1, context, sequences)
+        self.caches = caches_for(ops, self.batch, len(model.packed))
+        self.positions = (self.batch.seq_lens - 1).long()
+        self.slots = self.batch.block_tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
+        angles = torch.rand(context, HEAD_DIM // 2)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.norm = torch.ones(HIDDEN, dtype=DTYPE)
+
+    def __call__(self) -> None:
+        ops, m = self.ops, self.sequences
+        h = torch.zeros(m, HIDDEN, dtype=DTYPE)
+        x = ops.rms_norm(h, self.norm, 1e-5)
+        for (qkv, o, pair, down), cache in zip(self.model.packed, self.caches, strict=True):
+            q, k, v = ops.matmul(x, qkv).view(m, -1, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+            ops.rotary(q, k, self.cos, self.sin, self.positions)
+            ops.write_kv(k, v, cache, self.slots)
+            y = ops.paged_attention(q, cache, self.batch, SCALE)
+            x = ops.add_rms_norm(ops.matmul(y.view(m, -1), o), h, self.norm, 1e-5)
+            x = ops.add_rms_norm(ops.matmul(ops.gate_up(x, pair), down), h, self.norm, 1e-5)
+        ops.matmul(x, self.model.head, out_dtype=torch.float32)
+
+
+def step(ops: Ops, layers: int, rounds: int) -> None:
+    model, context = Model(ops, layers), 256
+    print(f"decode step, every operation, context {context}")
+    for sequences in (1, 8, 32):
+        size = model.parameters * 2 + 2 * context * sequences * KV_HEADS * HEAD_DIM * 2 * layers
+        read, ours = medians(rounds, reader(size), Step(ops, model, sequences, context))
+        print(
+            f"  batch {sequences:2}: {ours * 1e3:7.2f} ms, {sequences / ours:6.0f} tokens/s,"
+            f" {read / ours:4.0%} of the read limit"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=usable_cpus())
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--layers", type=int, default=30)
+    parts = {part.__name__: part for part in (products, attention, step)}
+    parser.add_argument("--only", choices=parts)
+    options = parser.parse_args()
+    ops = load("cpu")
+    ops.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)
+    print(f"{ops.isa}, {options.threads} threads, torch {torch.__version__}")
+    for name, part in parts.items():
+        if options.only in (None, name):
+            part(ops, options.layers, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
