@@ -58,6 +58,11 @@ def paced(config, path, progress):
     return CountingExecutor(config, pace_s=0.01)
 
 
+def slow(config, path, progress):
+    """Two seconds a step."""
+    return CountingExecutor(config, pace_s=2.0)
+
+
 def refused(config, path, progress):
     progress("loading weights", str(path))
     raise ConfigError("the longest that fits is 42")

@@ -248,6 +248,31 @@ def test_an_engine_that_hangs_is_stalled_and_one_that_goes_on_is_ready(engine, r
     run(scenario())
 
 
+def test_a_long_step_that_was_foretold_is_no_stall_and_a_silent_one_is(engine, run, request_of):
+    async def scenario():
+        async with engine("slow", stall_s=0.8) as client:
+            states = set()
+
+            async def watch():
+                while True:
+                    await client.changed()
+                    states.add(client.state)
+
+            watching = asyncio.create_task(watch())
+            stream = client.submit([request_of("prompt", prompt=[1] * 20, max_tokens=1)])
+            assert (await collect(stream))[1] == {"prompt": "length"}
+            assert states == {"ready"}
+            watching.cancel()
+            hanging = client.submit([request_of("hang", prompt=[HANG])])
+            while client.state != "stalled":
+                await client.changed()
+            os.kill(client.pid, signal.SIGKILL)
+            with pytest.raises(Unavailable, match="SIGKILL"):
+                await collect(hanging)
+
+    run(scenario())
+
+
 def test_the_engine_ends_when_its_owner_is_killed():
     code = """
 import asyncio, pathlib

@@ -160,7 +160,8 @@ class EngineClient:
         info = self._require_ready()
         if self._refusing:
             raise Unavailable("the engine is draining: it takes no more requests")
-        limits = Limits(info.max_model_len, info.vocab_size, info.num_blocks, int(info.kv["block_size"]))
+        blocks = info.num_blocks // len(info.kv["groups"])  # what one sequence can have of each group
+        limits = Limits(info.max_model_len, info.vocab_size, blocks, int(info.kv["block_size"]))
         ids = [request.request_id for request in requests]
         for request in requests:
             check_request(request, limits)

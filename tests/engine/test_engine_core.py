@@ -1,0 +1,109 @@
+"""The engine without a process: all-or-nothing admission, aborts, admin calls, what it tells of itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from octavo.config import EngineConfig
+from octavo.core.block_hash import BlockHasher
+from octavo.core.plan import RowResult, StepResult
+from octavo.engine.core import EngineCore, wall_clock
+from octavo.errors import ConfigError, ContextLengthExceeded, InvalidRequest, QueueFull
+
+
+class Executor:
+    def __init__(self, num_blocks=20, kinds=("full",), max_model_len=300):
+        self.info = SimpleNamespace(
+            max_model_len=max_model_len,
+            vocab_size=100,
+            num_blocks=num_blocks,
+            eos_token_ids=[99],
+            kv={"groups": [{"kind": kind} for kind in kinds]},
+        )
+
+    def execute(self, plan):
+        return StepResult(
+            plan.step, [RowResult(row.request_id, [7] if row.sample else []) for row in plan.rows]
+        )
+
+
+@pytest.fixture
+def core():
+    return lambda executor=None, foretell=None, **settings: EngineCore(
+        EngineConfig(model="x", **settings), executor or Executor(), foretell=foretell
+    )
+
+
+def test_requests_added_together_are_taken_all_or_none(core, request_of):
+    engine = core(max_queue=1, max_num_seqs=1)
+    with pytest.raises(QueueFull):
+        engine.add([request_of(name) for name in "abc"])
+    assert not engine.has_work
+    with pytest.raises(ContextLengthExceeded):
+        engine.add([request_of("a"), request_of("b", prompt=[1] * 400)])
+    assert not engine.has_work and engine.step() == []
+
+
+def test_an_aborted_request_gives_its_last_output_with_the_next_step(core, request_of):
+    engine = core()
+    engine.add([request_of("a"), request_of("b")])
+    engine.step()
+    engine.abort(["a", "unknown"])
+    assert engine.stats().running == 1
+    outputs = engine.step()
+    assert [(o.request_id, o.finish_reason, o.token_ids) for o in outputs] == [
+        ("a", "abort", []),
+        ("b", None, [7]),
+    ]
+
+
+def test_what_it_says_of_its_cache_is_what_a_router_needs(core):
+    engine = core(prefix_caching_hash_algo="xxhash", block_size=8)
+    assert engine.kv == {
+        "hash": "xxhash",
+        "root": BlockHasher("xxhash", 8).root.hex(),
+        "block_size": 8,
+        "num_blocks": 20,
+        "groups": [{"kind": "full"}],
+    }
+
+
+def test_a_kv_rule_that_the_scheduler_has_not_is_refused(core):
+    with pytest.raises(ConfigError, match="'state'"):
+        core(Executor(kinds=("full", "state")))
+
+
+def test_a_long_step_is_foretold_and_a_short_one_is_not(core, request_of):
+    told = []
+    engine = core(foretell=told.append)
+    engine.add([request_of("a", prompt=[1] * 50)])
+    engine.step()
+    assert told == [60.0], "nothing was measured yet"
+    while engine.has_work:
+        engine.step()
+    engine.add([request_of("b", prompt=[2] * 50)])
+    while engine.has_work:
+        engine.step()
+    assert told == [60.0]
+
+
+def test_the_longest_output_after_a_prompt_is_bound_by_model_and_pool(core, request_of):
+    assert core().max_tokens_after(100) == 200
+    engine = core(Executor(num_blocks=10))
+    assert engine.max_tokens_after(100) == 61
+    engine.check(request_of("a", prompt=[1] * 100, max_tokens=61))
+    with pytest.raises(ContextLengthExceeded):
+        engine.check(request_of("a", prompt=[1] * 100, max_tokens=62))
+
+
+def test_an_unknown_admin_method_is_refused(core):
+    with pytest.raises(InvalidRequest, match=r"'x'.*reset_prefix_cache"):
+        core().admin("x")
+
+
+def test_the_clock_never_goes_back():
+    clock = wall_clock()
+    looks = [clock() for _ in range(100)]
+    assert looks == sorted(looks)

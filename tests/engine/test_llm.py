@@ -1,0 +1,193 @@
+"""The offline API over a tiny random model: order, samples, stop strings, chats, early refusals."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+safetensors = pytest.importorskip("safetensors.torch")
+torch = pytest.importorskip("torch")
+tokenizers = pytest.importorskip("tokenizers")
+
+from octavo import LLM, SamplingParams  # noqa: E402  # after what it needs is known to be there
+from octavo.errors import ConfigError, ContextLengthExceeded, InvalidRequest  # noqa: E402
+
+HIDDEN, HEADS, KV_HEADS, MIDDLE, LAYERS = 32, 4, 2, 48, 2
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    """A random Llama over bytes."""
+    folder = tmp_path_factory.mktemp("tiny")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: index for index, piece in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": MIDDLE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "vocab_size": size,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "eos_token_id": size - 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    named = {"eos_token": "</s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    kv = HIDDEN // HEADS * KV_HEADS
+    shapes = {"embed_tokens": (size, HIDDEN), "norm": (HIDDEN,)}
+    for layer in range(LAYERS):
+        for name in ("self_attn.q_proj", "self_attn.o_proj"):
+            shapes[f"layers.{layer}.{name}"] = (HIDDEN, HIDDEN)
+        for name in ("self_attn.k_proj", "self_attn.v_proj"):
+            shapes[f"layers.{layer}.{name}"] = (kv, HIDDEN)
+        for name in ("mlp.gate_proj", "mlp.up_proj"):
+            shapes[f"layers.{layer}.{name}"] = (MIDDLE, HIDDEN)
+        shapes[f"layers.{layer}.mlp.down_proj"] = (HIDDEN, MIDDLE)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"layers.{layer}.{name}"] = (HIDDEN,)
+    random = torch.Generator().manual_seed(0)
+    weights = {
+        f"model.{name}.weight": torch.randn(shape, generator=random) * (0.3 if len(shape) > 1 else 1)
+        for name, shape in shapes.items()
+    }
+    safetensors.save_file(weights, str(folder / "model.safetensors"))
+    return LLM(
+        str(folder),
+        dtype="float32",
+        max_model_len=128,
+        kv_cache_memory_bytes="1Mi",
+        max_num_seqs=4,
+        max_queue=2,
+    )
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def test_answers_come_in_the_order_of_the_prompts_whatever_their_length(llm, capsys):
+    prompts = ["one", {"prompt_token_ids": [5, 6, 7]}, {"prompt": "three"}, *(f"more {i}" for i in range(12))]
+    params = [
+        SamplingParams(temperature=0, max_tokens=3 + 5 * (i % 3), ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    outputs = llm.generate(prompts, params)
+    assert [o.prompt for o in outputs[:4]] == ["one", None, "three", "more 0"]
+    assert outputs[1].prompt_token_ids == [5, 6, 7] and outputs[0].prompt_token_ids == llm.renderer.encode(
+        "one"
+    )
+    for output, wanted in zip(outputs, params, strict=True):
+        (sample,) = output.outputs
+        assert len(sample.token_ids) == wanted.max_tokens and sample.finish_reason == "length"
+        assert sample.text == llm.renderer.decode(sample.token_ids)
+    assert "15/15" in capsys.readouterr().err
+    alone = llm.generate(prompts[6], params[6], use_tqdm=False)
+    assert alone[0].outputs[0].token_ids == outputs[6].outputs[0].token_ids
+    assert capsys.readouterr().err == ""
+    assert llm.stats().kv_usage == 0
+
+
+def test_samples_differ_repeat_by_seed_and_share_their_prompt(llm):
+    params = SamplingParams(n=3, seed=7, temperature=1, max_tokens=16, ignore_eos=True)
+    (first,) = llm.generate("the same prompt for all three samples", params, use_tqdm=False)
+    texts = [sample.token_ids for sample in first.outputs]
+    assert len({tuple(text) for text in texts}) == 3 and [s.index for s in first.outputs] == [0, 1, 2]
+    (again,) = llm.generate("the same prompt for all three samples", params, use_tqdm=False)
+    assert [sample.token_ids for sample in again.outputs] == texts
+    assert again.num_cached_tokens == 32
+    llm.reset_prefix_cache()
+    (cold,) = llm.generate("the same prompt for all three samples", params, use_tqdm=False)
+    assert cold.num_cached_tokens == 0 and [sample.token_ids for sample in cold.outputs] == texts
+
+
+def test_greedy_samples_are_equal_and_computed_once(llm):
+    before = llm.stats().generation_tokens
+    (output,) = llm.generate(
+        "x", SamplingParams(n=3, temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False
+    )
+    assert len(output.outputs) == 3 and len({tuple(s.token_ids) for s in output.outputs}) == 1
+    assert [s.index for s in output.outputs] == [0, 1, 2]
+    assert llm.stats().generation_tokens - before == 5
+
+
+def test_a_stop_string_ends_the_text_and_later_greedy_text_is_as_before(llm):
+    """A batch that ended on a stop string leaves a cache that changes nothing."""
+    prompt = "a prompt that is longer than two whole blocks"
+    greedy = msgspec.structs.replace(GREEDY, logprobs=1)
+    (cold,) = llm.generate(prompt, greedy, use_tqdm=False)
+    text = cold.outputs[0].text
+    stop = text[4:6]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=[stop])
+    (cut,) = llm.generate(prompt, params, use_tqdm=False)
+    assert cut.outputs[0].text == text[: text.index(stop)]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+    (warm,) = llm.generate(prompt, greedy, use_tqdm=False)
+    assert cold.num_cached_tokens == 0 and warm.num_cached_tokens == 32
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids and warm.outputs[0].text == text
+    for one, two in zip(warm.outputs[0].logprobs, cold.outputs[0].logprobs, strict=True):
+        assert one.logprob == pytest.approx(two.logprob, abs=1e-4)
+    assert llm.stats().running == 0 == llm.stats().kv_usage
+
+
+def test_logprobs_come_one_a_token(llm):
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, ignore_eos=True)
+    (output,) = llm.generate("p", params, use_tqdm=False)
+    sample = output.outputs[0]
+    assert len(sample.logprobs) == 4
+    for token, logprobs in zip(sample.token_ids, sample.logprobs, strict=True):
+        assert logprobs.rank == 1 and logprobs.top[0] == (token, pytest.approx(logprobs.logprob))
+
+
+def test_a_chat_is_rendered_with_the_models_template(llm):
+    one = [{"role": "user", "content": "hi"}]
+    (output,) = llm.chat(one, GREEDY, use_tqdm=False)
+    assert output.prompt == "<s>user:hi</s><s>"
+    two = llm.chat([one, [*one, {"role": "assistant", "content": "a"}]], GREEDY, use_tqdm=False)
+    assert two[0] == output or two[0].outputs == output.outputs
+    (plain,) = llm.chat(one, GREEDY, use_tqdm=False, add_generation_prompt=False)
+    assert plain.prompt == "<s>user:hi</s>"
+    with pytest.raises(InvalidRequest, match="'tools'"):
+        llm.chat(one, GREEDY, tools=[])
+
+
+def test_what_cannot_be_served_is_refused_by_place_before_anything_runs(llm):
+    steps = llm.stats().steps
+    with pytest.raises(ContextLengthExceeded, match=r"prompts\[1\]: the request needs 212 tokens"):
+        llm.generate(["fine", [1] * 200], GREEDY)
+    with pytest.raises(InvalidRequest, match=r"prompts\[0\]: prompt is empty"):
+        llm.generate("", GREEDY)
+    with pytest.raises(InvalidRequest, match=r"prompts\[0\]: a prompt is a text"):
+        llm.generate([{"text": "x"}], GREEDY)
+    with pytest.raises(InvalidRequest, match="1 sampling params for 2 prompts"):
+        llm.generate(["a", "b"], [GREEDY])
+    assert llm.stats().steps == steps and llm.generate([], GREEDY) == []
+
+
+def test_without_max_tokens_a_sample_may_fill_the_context(llm):
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    (output,) = llm.generate([3] * 100, params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 28
+
+
+def test_an_unknown_setting_is_refused_by_name():
+    with pytest.raises(ConfigError, match="'max_len'"):
+        LLM("x", max_len=3)
