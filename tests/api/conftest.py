@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,9 @@ from octavo.api.server import Server
 from octavo.config import EngineConfig
 from octavo.engine.client import EngineClient
 
-HERE = Path(__file__).parent
+sys.path.append(str(Path(__file__).parent))
+from scripted_engine import ScriptedEngine
+
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'tool' %}{{ raise_exception('tools are not known here') }}{% endif %}"
@@ -58,18 +61,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(json.dumps({"vocab_size": 384, "eos_token_id": 1}))
     (folder / "model.safetensors").touch()  # looked for, never read: the executor is scripted
     return folder
-
-
-class ScriptedEngine(EngineClient):
-    """The real client; only the executor that its engine process builds is a scripted one."""
-
-    def __init__(self, executor: str, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.executor = f"scripted_executor:{executor}"
-
-    async def start(self, config: EngineConfig, **settings: Any) -> None:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-        await super().start(config, **{**settings, "executor": self.executor})
 
 
 class Running:
@@ -126,16 +117,20 @@ class Running:
         settings = {"api_key": "none", "max_retries": 0, "http_client": self.http, **options}
         return openai.OpenAI(base_url=self.url + "/v1", **settings)
 
-    def metric(self, name: str, **labels: str) -> float:
-        """The sum over the samples that have these labels."""
+    def samples(self) -> list[Any]:
+        """Every sample of the metrics."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        total = 0.0
-        for family in text_string_to_metric_families(self.get("/metrics").text):
-            for sample in family.samples:
-                if sample.name == name and labels.items() <= sample.labels.items():
-                    total += sample.value
-        return total
+        families = text_string_to_metric_families(self.get("/metrics").text)
+        return [sample for family in families for sample in family.samples]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over the samples that have these labels."""
+        return total_of(self.samples(), name, **labels)
+
+
+def total_of(samples: list[Any], name: str, **labels: str) -> float:
+    return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from octavo.core.plan import RowResult, StepResult, TokenLogprobs
 FIRST_PLAIN = 4  # ids below are special
 EOS = 1
 FAIL_ROW, DIE = 300, 301  # a prompt that starts with one of these makes its row fail, or kills the process
+LATE = 20  # the position at which ``late_fault`` fails
 
 
 class ScriptedExecutor:
@@ -33,6 +34,7 @@ class ScriptedExecutor:
             eos_token_ids=[EOS],
             kv={"groups": [{"kind": "full"}]},
         )
+        self.fails_at = -1
         self._pace_s = pace_s
         self._pace = threading.Event()  # never set: waiting on it is the step's work
 
@@ -41,7 +43,7 @@ class ScriptedExecutor:
         return StepResult(plan.step, [self._row(row) for row in plan.rows])
 
     def _row(self, row):
-        if row.start == 0 and row.token_ids[0] == FAIL_ROW:
+        if row.start == self.fails_at or (row.start == 0 and row.token_ids[0] == FAIL_ROW):
             return RowResult(row.request_id, [], error="logits are NaN")
         if row.start == 0 and row.token_ids[0] == DIE:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -71,6 +73,13 @@ def fast(config, path, progress):
 def paced(config, path, progress):
     """50 steps a second at most."""
     return ScriptedExecutor(config, path, pace_s=0.02)
+
+
+def late_fault(config, path, progress):
+    """Paced, and rows fail at position ``LATE``."""
+    executor = ScriptedExecutor(config, path, pace_s=0.02)
+    executor.fails_at = LATE
+    return executor
 
 
 def small(config, path, progress):

@@ -60,7 +60,8 @@ def private_routes(service: Service, drain: Callable[[], None]) -> APIRouter:
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:
         service.require_ready()
-        return json_response({"reset": await service.engine.admin("reset_prefix_cache")})
+        await service.engine.admin("reset_prefix_cache")
+        return json_response({"reset": True})
 
     @routes.post("/drain")
     async def start_drain() -> Response:

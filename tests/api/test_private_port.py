@@ -1,0 +1,98 @@
+"""The private port: what the engine is, tokens in and out, administration, behind a secret of its own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from octavo.core.block_hash import BlockHasher
+from octavo.prompt.assets import PromptAssets
+from octavo.prompt.renderer import PromptRenderer
+
+
+def tokens_of(text: str) -> tuple[list[int], dict[str, Any]]:
+    events = [json.loads(part[6:]) for part in text.split("\n\n") if part and part != "data: [DONE]"]
+    return [token for event in events for token in event["token_ids"]], events[-1]
+
+
+def test_server_info_says_what_the_router_needs(fast: Any, renderer: Any) -> None:
+    info = fast.http.get(fast.private_url + "/server_info").json()
+    assert info["state"] == "ready"
+    assert info["model"] == {
+        "name": "tiny", "aliases": ["alias"], "adapters": [], "max_model_len": 2048, "vocab_size": 384,
+    }  # fmt: skip
+    assert info["prompt"]["tokenizer_digest"] == renderer.assets.tokenizer_digest
+    assert info["prompt"]["template_digest"] == renderer.assets.template_digest
+    assert info["kv"]["root"] == BlockHasher(info["kv"]["hash"], info["kv"]["block_size"]).root.hex()
+    assert info["kv"]["num_blocks"] == 400
+    assert info["limits"] == {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_queue": 1024}
+    assert info["load"] == fast.http.get(fast.private_url + "/load").json()
+
+
+def test_prompt_assets_render_elsewhere_as_here(fast: Any) -> None:
+    answer = fast.http.get(fast.private_url + "/prompt_assets")
+    elsewhere = PromptRenderer(PromptAssets.from_bytes(answer.content))
+    body = {"messages": [{"role": "user", "content": "naïve 日本"}]}
+    assert elsewhere.chat(body) == fast.post("/tokenize", body).json()["tokens"]
+
+
+def test_generation_goes_on_from_tokens_made_elsewhere(fast: Any) -> None:
+    body = {"prompt_token_ids": [9, 8, 7], "sampling": {"max_tokens": 20, "seed": 4, "ignore_eos": True}}
+
+    def generate(**more: Any) -> tuple[list[int], dict[str, Any]]:
+        return tokens_of(fast.http.post(fast.private_url + "/internal/generate", json={**body, **more}).text)
+
+    whole, last = generate(sample_index=1)
+    assert (len(whole), last["finish_reason"]) == (20, "length")
+    rest, _ = generate(sample_index=1, output_token_ids=whole[:8])
+    assert rest == whole[8:]
+    assert generate(sample_index=2)[0] != whole
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {}, {"prompt_token_ids": "x"}, {"prompt_token_ids": []}, {"prompt_token_ids": [384]},
+        {"prompt_token_ids": [5], "sampling": {"stop": ["x"]}},
+        {"prompt_token_ids": [5], "sampling": {"n": 0}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_wrong_internal_request_is_refused(fast: Any, body: dict[str, Any]) -> None:
+    answer = fast.http.post(fast.private_url + "/internal/generate", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+def test_the_prefix_cache_can_be_reset(fast: Any) -> None:
+    body = {"model": "tiny", "prompt": [5] * 100, "max_tokens": 1}
+
+    def cached() -> int:
+        usage = fast.post("/v1/completions", body).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    cached()
+    assert cached() == 96
+    assert fast.http.post(fast.private_url + "/reset_prefix_cache").json() == {"reset": True}
+    assert cached() == 0
+
+
+def test_the_private_port_wants_its_secret(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_PRIVATE_KEY", "between us")
+    with serve("fast", api_key=("public",)) as running:
+        for method, path in (
+            ("GET", "/server_info"), ("GET", "/load"), ("GET", "/prompt_assets"), ("POST", "/drain"),
+            ("POST", "/reset_prefix_cache"), ("POST", "/internal/generate"), ("GET", "/health"),
+        ):  # fmt: skip
+            for sent in ({}, {"Authorization": "Bearer public"}):
+                answer = running.http.request(method, running.private_url + path, headers=sent)
+                assert answer.status_code == 401, path
+        secret = {"Authorization": "Bearer between us"}
+        assert running.http.get(running.private_url + "/server_info", headers=secret).status_code == 200
+
+
+def test_private_routes_are_not_on_the_public_port(fast: Any) -> None:
+    for method, path in (("GET", "/server_info"), ("GET", "/prompt_assets"), ("POST", "/internal/generate")):
+        assert fast.http.request(method, fast.url + path).status_code == 404

@@ -1,0 +1,179 @@
+"""Streams: their framing, faults after the headers, and clients that leave at any point."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+CHAT = [{"role": "user", "content": "hello"}]
+LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 1500, "ignore_eos": True}
+
+
+def events_of(text: str) -> list[Any]:
+    """The data of each event; the framing is checked on the way."""
+    assert text.endswith("\n\n")
+    parts = text[:-2].split("\n\n")
+    assert all(part.startswith("data: ") and "\n" not in part for part in parts)
+    assert parts[-1] == "data: [DONE]"
+    return [json.loads(part[6:]) for part in parts[:-1]]
+
+
+def until(running: Any, condition: Any, what: str) -> None:
+    for _ in range(100):
+        if condition():
+            return
+        running.thread.join(0.1)
+    raise AssertionError(what)
+
+
+def idle(running: Any) -> bool:
+    load = running.get("/load").json()
+    return load["running"] == load["waiting"] == 0 and load["kv_usage"] == 0
+
+
+def test_events_are_framed_and_the_first_chat_delta_has_the_role(fast: Any) -> None:
+    body = {"model": "tiny", "messages": CHAT, "max_tokens": 5, "stream": True, "n": 2, "seed": 1}
+    answer = fast.post("/v1/chat/completions", body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    chunks = events_of(answer.text)
+    assert [chunk["choices"][0]["delta"] for chunk in chunks[:2]] == [
+        {"role": "assistant", "content": ""}
+    ] * 2
+    assert {chunk["choices"][0]["index"] for chunk in chunks[:2]} == {0, 1}
+    assert all("usage" not in chunk for chunk in chunks)
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+
+
+def test_usage_comes_last_when_asked_for(fast: Any) -> None:
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 5, "stream": True, "ignore_eos": True}
+    chunks = events_of(fast.post("/v1/completions", {**body, "stream_options": {"include_usage": True}}).text)
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 5
+    assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    body["stream_options"] = {"include_usage": False}
+    assert all(chunk["choices"] for chunk in events_of(fast.post("/v1/completions", body).text))
+
+
+def test_each_event_is_whole_utf8(fast: Any) -> None:
+    body = {**LONG, "stream": True, "temperature": 0, "max_tokens": 300}
+    with fast.http.stream("POST", fast.url + "/v1/completions", json=body) as answer:
+        for chunk in answer.iter_raw():
+            chunk.decode("utf-8")
+
+
+def test_a_fault_after_the_headers_is_an_event_and_then_done(serve: Any) -> None:
+    with serve("late_fault") as running:
+        body = {"model": "tiny", "prompt": [302, 5], "max_tokens": 50, "stream": True, "ignore_eos": True}
+        answer = running.post("/v1/completions", body)
+        assert answer.status_code == 200
+        *chunks, last = events_of(answer.text)
+        assert chunks
+        assert last["error"]["type"] == "server_error"
+        with pytest.raises(openai.APIError, match="NaN"):
+            fields = {"model": "tiny", "prompt": [302, 5], "max_tokens": 50}
+            list(running.client().completions.create(stream=True, extra_body={"ignore_eos": True}, **fields))
+        assert running.post("/v1/completions", {"model": "tiny", "prompt": "x"}).status_code == 200
+
+
+def test_sixteen_streams_cut_together_leave_nothing_behind(paced: Any) -> None:
+    aborted = paced.metric("vllm:request_success_total", finished_reason="abort")
+
+    async def cut() -> None:
+        client = openai.AsyncOpenAI(base_url=paced.url + "/v1", api_key="none", max_retries=0)
+        streams = [
+            await client.chat.completions.create(
+                model="tiny", messages=CHAT, stream=True, max_tokens=1500, extra_body={"ignore_eos": True}
+            )
+            for _ in range(16)
+        ]
+        for stream in streams:
+            seen = 0
+            async for _ in stream:
+                seen += 1
+                if seen == 3:
+                    break
+        assert paced.get("/load").json()["running"] == 16
+        await client.close()
+
+    asyncio.run(cut())
+    until(paced, lambda: idle(paced), "the streams that were cut still hold something")
+    assert paced.metric("vllm:num_requests_running") == 0
+    assert paced.metric("vllm:num_requests_waiting") == 0
+    assert paced.metric("vllm:kv_cache_usage_perc") == 0
+    assert paced.metric("vllm:request_success_total", finished_reason="abort") == aborted + 16
+    assert paced.server.service.engine.in_flight == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_frees_its_sequences(paced: Any, stream: bool, n: int) -> None:
+    body = {**LONG, "stream": stream, "n": n, "seed": 3}
+
+    def leave() -> None:
+        with client.stream("POST", paced.url + "/v1/completions", json=body) as answer:
+            for _ in answer.iter_raw():
+                if paced.get("/load").json()["running"] == n:
+                    return
+
+    with httpx.Client(timeout=httpx.Timeout(30, read=0.4)) as client, contextlib.suppress(httpx.ReadTimeout):
+        leave()
+    until(paced, lambda: idle(paced), "the sequences of a client that left still run")
+
+
+def test_a_client_that_leaves_while_it_waits_frees_its_place(serve: Any) -> None:
+    with serve("paced", max_num_seqs=1) as running:
+        first = running.client().completions.create(
+            model="tiny", prompt="x", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(first))
+        with contextlib.suppress(httpx.ReadTimeout):
+            httpx.post(running.url + "/v1/completions", json=LONG, timeout=httpx.Timeout(30, read=0.4))
+        until(
+            running,
+            lambda: running.get("/load").json()["waiting"] == 0,
+            "a request that was left still waits",
+        )
+        assert running.get("/load").json()["running"] == 1
+        first.close()
+        until(running, lambda: idle(running), "the stream still runs")
+
+
+def test_a_client_that_leaves_in_mid_body_disturbs_nobody(fast: Any) -> None:
+    before = fast.metric("octavo:internal_errors_total")
+    with socket.create_connection(("127.0.0.1", fast.server.port)) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+        connection.sendall(head)
+    assert fast.post("/v1/completions", {"model": "tiny", "prompt": "x"}).status_code == 200
+    assert fast.metric("octavo:internal_errors_total") == before
+
+
+def test_a_waiting_stream_gets_its_headers_and_role_before_its_first_token(serve: Any) -> None:
+    with serve("paced", max_num_seqs=1) as running:
+        busy = running.client().completions.create(
+            model="tiny", prompt="x", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(busy))
+        body = {"model": "tiny", "messages": CHAT, "stream": True}
+        with running.http.stream("POST", running.url + "/v1/chat/completions", json=body) as answer:
+            first = next(answer.iter_text())
+            assert json.loads(first[6:].split("\n")[0])["choices"][0]["delta"]["role"] == "assistant"
+            assert running.get("/load").json()["waiting"] == 1
+        busy.close()
+
+
+def test_a_stop_string_frees_the_sequence_at_once(paced: Any) -> None:
+    text = paced.post("/v1/completions", {**LONG, "max_tokens": 20, "temperature": 0}).json()["choices"][0][
+        "text"
+    ]
+    body = {**LONG, "temperature": 0, "stop": text[3:5], "stream": True}
+    assert events_of(paced.post("/v1/completions", body).text)[-1]["choices"][0]["finish_reason"] == "stop"
+    until(paced, lambda: idle(paced), "the sequence goes on after its stop string")
