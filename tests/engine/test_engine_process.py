@@ -261,7 +261,7 @@ def test_a_long_step_that_was_foretold_is_no_stall_and_a_silent_one_is(engine, r
             watching = asyncio.create_task(watch())
             stream = client.submit([request_of("prompt", prompt=[1] * 20, max_tokens=1)])
             assert (await collect(stream))[1] == {"prompt": "length"}
-            assert states == {"ready"}
+            assert "stalled" not in states
             watching.cancel()
             hanging = client.submit([request_of("hang", prompt=[HANG])])
             while client.state != "stalled":
