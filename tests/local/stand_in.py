@@ -24,6 +24,7 @@ def engine(flags: dict[str, str]) -> int:
     if flags.get("max-num-seqs") == "13":
         print("octavo: max-num-seqs is 13: these engines are superstitious", flush=True)
         return 2
+    stages = [("loading weights", "llama"), ("sizing the cache", ""), ("warming", "")]
     began, wait_s = time.monotonic(), int(flags.get("max-queue", "20")) / 100
     waiting = int(flags.get("max-num-batched-tokens", "0"))  # each engine's queue
     info = {
@@ -38,10 +39,9 @@ def engine(flags: dict[str, str]) -> int:
                 known = self.headers["Authorization"] == f"Bearer {os.environ['OCTAVO_PRIVATE_KEY']}"
                 answer(self, 200 if known else 401, info)
             elif age >= wait_s:
-                answer(self, 200, {"state": "ready"})
+                answer(self, 200, {"state": "ready", "stages": stages})
             else:
-                stage = "loading weights" if age < wait_s / 2 else "warming"
-                answer(self, 503, {"state": "loading", "stage": stage, "detail": "", "error": None})
+                answer(self, 503, {"state": "loading", "stages": stages[: 1 if age < wait_s / 2 else 2]})
 
         def log_message(self, format: str, *args: Any) -> None:
             """Quiet."""

@@ -14,13 +14,18 @@ Started = Callable[..., Up]
 def test_once_shows_each_stage_then_the_answer_and_leaves_with_status_0(
     started: Started, manifest: File
 ) -> None:
-    manifest.write(replicas=2, args=("--max-queue=150",))
+    manifest.write(replicas=2, args=("--max-queue=50",))
     up = started("-f", str(manifest.path), "--once")
     rest = "\n".join(up.rest())
     assert up.process.returncode == 0, rest
     for name in ("tiny-engine-0", "tiny-engine-1"):
         stages = [line.split(": ", 1)[1] for line in rest.splitlines() if f"{name}: " in line]
-        assert stages[0].startswith("starting on ") and stages[1:] == ["loading weights", "warming", "ready"]
+        assert stages[0].startswith("starting on ") and stages[1:] == [
+            "loading weights llama",
+            "sizing the cache",
+            "warming",
+            "ready",
+        ]
     assert rest.index("fetching") < rest.index("starting on")
     assert f"endpoint: http://127.0.0.1:{up.port}/v1" in rest and "model:    tiny" in rest
     assert f"curl http://127.0.0.1:{up.port}/v1/chat/completions" in rest and "from openai import" in rest

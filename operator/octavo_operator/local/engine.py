@@ -10,7 +10,7 @@ from octavo_operator.local.machine import free_ports
 from octavo_operator.local.plan import EngineSpec, Replica
 from octavo_operator.local.supervised import Say, Supervised, probe, probes
 
-STARTUP_POLL_S = 0.1  # so that short stages are seen
+STARTUP_POLL_S = 0.1
 READY_POLL_S = 1.0
 
 
@@ -38,12 +38,14 @@ class Engine(Supervised):
     async def watch(self) -> None:
         """Follow /startup, saying each stage, until the engine is up; then /ready."""
         async with probes(self.port) as session:
-            shown = ""
-            while (answer := await probe(session, "/startup"))[0] != 200:
-                stage = " ".join(str(answer[1][key]) for key in ("stage", "detail") if answer[1].get(key))
-                if stage and stage != shown:
-                    self.say(f"{self.name}: {stage}")
-                    shown = stage
+            shown = 0  # stages said: the engine keeps them all, however short they were
+            while True:
+                status, body = await probe(session, "/startup")
+                for stage, detail in body.get("stages", [])[shown:]:
+                    self.say(f"{self.name}: {stage} {detail}".rstrip())
+                    shown += 1
+                if status == 200:
+                    break
                 await asyncio.sleep(STARTUP_POLL_S)
             while True:
                 status, body = await probe(session, "/ready")

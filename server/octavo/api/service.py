@@ -68,10 +68,11 @@ class Service:
         )
 
     def describe(self) -> dict[str, Any]:
-        """The body of the probes."""
+        """The body of the probes. ``stages``: the engine's, each with its detail; some last milliseconds."""
         stage, detail = self.stage
         error = self.failure.message if self.failure is not None else self.engine.error
-        return {"state": self.state, "stage": stage, "detail": detail, "error": error}
+        stages = self.engine.stages
+        return {"state": self.state, "stage": stage, "detail": detail, "stages": stages, "error": error}
 
     def load(self) -> dict[str, Any]:
         """The load block of ``/server_info``, also the header ``X-Octavo-Load``."""

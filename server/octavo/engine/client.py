@@ -46,13 +46,15 @@ class EngineClient:
     """One engine process and the requests it was given. Belongs to one event loop.
 
     ``state`` is one of loading, warming, ready, draining, stalled, dead; ``stage`` and ``detail`` say what a
-    starting engine does; ``error`` why it died; ``info`` what it is, once ready; ``stats`` its load after the
-    last step. ``listeners`` are called with each ``Outputs`` message, the empty ones of an idle engine too.
+    starting engine does, ``stages`` all that it has done since its start; ``error`` why it died; ``info`` what
+    it is, once ready; ``stats`` its load after the last step. ``listeners`` are called with each ``Outputs``
+    message, the empty ones of an idle engine too.
     """
 
     def __init__(self, *, stall_s: float = STALL_S) -> None:
         self.stage = "starting"
         self.detail = ""
+        self.stages: list[tuple[str, str]] = []
         self.error: str | None = None
         self.info: messages.Ready | None = None
         self.stats = EngineStats()
@@ -266,6 +268,7 @@ class EngineClient:
                         future.set_exception(failure.error())
             case messages.Progress(stage, detail):
                 self.stage, self.detail = stage, detail
+                self.stages.append((stage, detail))
                 self._set_state("warming" if stage == "warming" else "loading")
             case messages.Ready():
                 self.info, self.stage, self.detail = message, "ready", ""
