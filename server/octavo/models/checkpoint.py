@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -18,10 +17,13 @@ from octavo.errors import ModelLoadError
 from octavo.gguf_file import GGUFFile, GGUFTensor
 from octavo.layers.weights import Checkpoint
 from octavo.models.config import ModelConfig
+from octavo.models.dequantize import DEQUANTIZERS, dequantize
 from octavo.models.gguf_config import from_gguf_name
 
-GGUF_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q6_K", "Q8_0")
-_CHUNK_BYTES = 16 << 20  # of float32 at once while dequantising: large tables never stand in memory whole
+_CHUNK = (
+    1 << 18
+)  # numbers dequantised at once: the steps between stay in the cache, large tables never stand in
+# memory whole as float32
 
 
 @contextlib.contextmanager
@@ -96,11 +98,11 @@ class GGUFCheckpoint(Checkpoint):
         self.where = str(file.path)
         self._file, self._config = file, config
         self._tensors = {from_gguf_name(name, config.architecture): t for name, t in file.tensors.items()}
-        unsupported = sorted({t.type for t in file.tensors.values()} - set(GGUF_TYPES))
+        unsupported = sorted({t.type for t in file.tensors.values()} - set(DEQUANTIZERS))
         if unsupported:
             raise ModelLoadError(
                 f"{self.where} holds tensors of type {', '.join(unsupported)}, which is not supported: "
-                f"{', '.join(GGUF_TYPES)} are"
+                f"{', '.join(DEQUANTIZERS)} are"
             )
 
     def names(self) -> set[str]:
@@ -120,23 +122,14 @@ class GGUFCheckpoint(Checkpoint):
 
     def _dequantised(self, stored: GGUFTensor, dtype: torch.dtype) -> Tensor:
         rows = stored.shape[0] if len(stored.shape) > 1 else 1
-        width = int(np.prod(stored.shape)) // rows
+        width = math.prod(stored.shape) // rows
         out = torch.empty(stored.shape, dtype=dtype)
         flat = out.view(rows, width)
-        raw = np.frombuffer(self._file.data(stored), np.uint8).reshape(rows, -1)
-        step = max(1, _CHUNK_BYTES // (4 * width))
+        raw = torch.frombuffer(self._file.data(stored), dtype=torch.uint8).view(rows, -1)
+        step = max(1, _CHUNK // width)
         for start in range(0, rows, step):
-            flat[start : start + step] = _floats(raw[start : start + step], stored.type)
+            flat[start : start + step] = dequantize(raw[start : start + step], stored.type)
         return out
-
-
-def _floats(raw: np.ndarray, kind: str) -> Tensor:
-    """Rows of bytes -> rows of float32."""
-    if kind == "BF16":
-        return torch.from_numpy(raw.view(np.int16).copy()).view(torch.bfloat16).float()
-    if kind in ("F32", "F16"):
-        return torch.from_numpy(raw.view(np.float32 if kind == "F32" else np.float16).astype(np.float32))
-    return torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
 
 
 def _unpermuted(tensor: Tensor, heads: int) -> Tensor:

@@ -23,7 +23,7 @@ from octavo.models.config import ModelConfig, load_model_config
 from octavo.models.registry import model_class
 from octavo.worker import sizing
 from octavo.worker.gpu import gpu_budget
-from octavo.worker.host import free_memory, usable_cores
+from octavo.worker.host import free_memory, set_threads
 from octavo.worker.runner import ModelRunner
 from octavo_kernels import Ops
 
@@ -66,7 +66,7 @@ def build_executor(config: EngineConfig, path: Path, progress: Progress) -> Loca
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, model_config.dtype, device)
     ops = _load_kernels(device, dtype)
-    ops.set_num_threads(usable_cores())
+    set_threads(ops)
 
     kernels = f"{ops.name} kernels ({ops.isa})"
     progress("loading weights", f"{model_config.architecture}, {_name(dtype)}, {kernels}")

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
+from octavo_kernels import Ops
+from octavo_kernels.cpu.library import usable_cpus
+
 _ROOT = Path("/")
 
 
-def usable_cores(root: Path = _ROOT) -> int:
-    """Threads worth running:
+def set_threads(ops: Ops) -> int:
+    """Give the kernels ``OMP_NUM_THREADS`` threads, or one for each usable CPU -> how many.
 
-    ``OMP_NUM_THREADS`` if set, else the cores of the affinity mask and CPU quota.
+    Kernels with threads of their own leave torch one, or two pools would fight over the cores.
     """
     wanted = os.environ.get("OMP_NUM_THREADS", "")
-    if wanted.isdigit() and int(wanted) > 0:
-        return int(wanted)
-    cores = len(os.sched_getaffinity(0))
-    for group in _cgroups(root):
-        quota, _, period = _read(group / "cpu.max").partition(" ")
-        if quota.isdigit() and period.isdigit():
-            cores = min(cores, math.ceil(int(quota) / int(period)))
-    return max(1, cores)
+    threads = int(wanted) if wanted.isdigit() and int(wanted) > 0 else usable_cpus()
+    torch.set_num_threads(1)
+    ops.set_num_threads(threads)
+    return threads
 
 
 def free_memory(root: Path = _ROOT) -> int:
@@ -33,22 +33,23 @@ def free_memory(root: Path = _ROOT) -> int:
     """
     available = _meminfo(root)["MemAvailable"]
     for group in _cgroups(root):
-        limit = _read(group / "memory.max")
+        limit = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
         if limit.isdigit():
-            used = int(_read(group / "memory.current") or 0) - _reclaimable(group)
-            available = min(available, int(limit) - max(used, 0))
+            available = min(available, int(limit) - _used(group))
     return max(0, available)
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """This process's cgroup (version 2) and those above it: the tightest limit counts."""
+    """This process's memory cgroup (version 2 or 1) and those above it: the tightest limit counts."""
     for line in _read(root / "proc/self/cgroup").splitlines():
-        if line.startswith("0::"):
-            top = root / "sys/fs/cgroup"
-            group = top / line[3:].lstrip("/")
-            while group.is_relative_to(top):
-                yield group
-                group = group.parent
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = root / "sys/fs/cgroup" / controllers
+        group = top / path.lstrip("/")
+        while group.is_relative_to(top):
+            yield group
+            group = group.parent
 
 
 def _meminfo(root: Path) -> dict[str, int]:
@@ -57,9 +58,13 @@ def _meminfo(root: Path) -> dict[str, int]:
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
 
 
-def _reclaimable(group: Path) -> int:
+def _used(group: Path) -> int:
+    """Bytes charged to a cgroup, without the page cache."""
+    charged = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
     stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
-    return int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+    prefix = "total_" if "total_inactive_file" in stat else ""
+    cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+    return max(0, int(charged or 0) - cache)
 
 
 def _read(path: Path) -> str:

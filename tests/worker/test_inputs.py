@@ -1,0 +1,58 @@
+"""Rows of a plan become a flat batch: positions, slots, tables; and the largest step has the size it says."""
+
+import torch
+
+from octavo.core.plan import Row
+from octavo.layers.batch import ActivationBuffers, ActivationShape
+from octavo.worker.gpu import largest_step
+from octavo.worker.inputs import StepInputs
+
+CPU = torch.device("cpu")
+
+
+def inputs() -> StepInputs:
+    shape = ActivationShape(hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=8)
+    return StepInputs(ActivationBuffers(shape, 32, torch.float32, CPU), 4, 64, 4, CPU)
+
+
+def row(start: int, tokens: list[int], blocks: list[int]) -> Row:
+    return Row("r", tokens, start, [blocks], None)
+
+
+def test_a_mixed_step_is_laid_out_flat() -> None:
+    batch = inputs().fill([row(5, [7], [9, 2]), row(3, [1, 2, 3], [4, 6]), row(0, [8, 8], [5])])
+    assert batch.token_ids.tolist() == [7, 1, 2, 3, 8, 8]
+    assert batch.positions.tolist() == [5, 3, 4, 5, 0, 1]
+    assert batch.slots.tolist() == [2 * 4 + 1, 4 * 4 + 3, 6 * 4, 6 * 4 + 1, 5 * 4, 5 * 4 + 1]
+    assert batch.attention.query_start.tolist() == [0, 1, 4, 6]
+    assert batch.attention.seq_lens.tolist() == [6, 6, 2]
+    assert batch.attention.max_query_len == 3
+    assert batch.attention.block_tables[1, :2].tolist() == [4, 6]
+    assert len(batch.activations.x) == 6
+
+
+def test_tables_follow_when_a_row_gets_other_blocks() -> None:
+    step = inputs()
+    blocks = [1, 2]
+    step.fill([row(4, [1], blocks), row(0, [1], [3])])
+    blocks[1] = 7  # the caller's list may change after the step
+    batch = step.fill([row(5, [1], blocks), row(1, [1], [3])])
+    assert batch.attention.block_tables[0, :2].tolist() == [1, 7]
+    batch = step.fill([row(1, [1], [3])])
+    assert batch.attention.block_tables[0, 0].item() == 3
+    assert batch.slots.tolist() == [3 * 4 + 1]
+
+
+def test_a_decode_step_reuses_its_views() -> None:
+    step = inputs()
+    first = step.fill([row(0, [1], [0])])
+    second = step.fill([row(1, [2], [0])])
+    assert first.token_ids is second.token_ids
+    assert first.activations is second.activations
+
+
+def test_the_largest_step_fills_rows_and_tokens() -> None:
+    plan = largest_step(max_rows=8, max_tokens=100, block_size=16)
+    assert (len(plan.rows), plan.num_tokens) == (8, 96)
+    assert all(r.sample is not None for r in plan.rows)
+    assert len(largest_step(max_rows=500, max_tokens=100, block_size=16).rows) == 100

@@ -1,0 +1,79 @@
+"""Sizing the KV cache: the reference's figures, the start-up lines, and refusals that name what fits."""
+
+import logging
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.worker.sizing import (
+    block_bytes,
+    capped,
+    check_max_model_len,
+    gpu_cache_bytes,
+    log_size,
+    size_cache,
+    wanted_cache_bytes,
+)
+
+GIB = 1 << 30
+
+
+def test_bytes_of_a_token_are_the_references() -> None:
+    assert block_bytes(40, 1, 40, 128, 2) == 819_200  # OPT-13B, fp16
+    assert block_bytes(28, 1, 2, 128, 2) == 28_672  # Qwen2.5-1.5B, bf16
+
+
+def test_gpu_pool_is_its_share_less_weights_activations_and_graphs() -> None:
+    assert gpu_cache_bytes(24 * GIB, 0.5, 4 * GIB, 2 * GIB, GIB) == 5 * GIB
+    with pytest.raises(ConfigError, match="gpu-memory-utilization"):
+        gpu_cache_bytes(24 * GIB, 0.2, 4 * GIB, 2 * GIB)
+
+
+def test_the_two_lines_at_start(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    size = size_cache(1000 * 64, 64, 16, 2048, 8192)
+    log_size("cpu", size)
+    log_size("cuda", size)
+    assert caplog.messages[:2] == [
+        "CPU KV cache size: 16000 tokens",
+        "Maximum concurrency for 2048 tokens per request: 7.8x",
+    ]
+    assert caplog.messages[2] == "GPU KV cache size: 16000 tokens"
+
+
+@pytest.mark.parametrize(("wanted", "limit"), [(1025, 4096), (None, 4096)])
+def test_a_length_that_cannot_fit_is_refused_with_the_longest_that_does(
+    wanted: int | None, limit: int
+) -> None:
+    with pytest.raises(ConfigError, match="longest that fits is 1024") as error:
+        size_cache(64 * 100, 100, 16, wanted, limit)
+    needed = int(error.value.message.rsplit(" ", 1)[1])
+    assert size_cache(needed, 100, 16, wanted, limit).max_model_len == (wanted or limit)
+    with pytest.raises(ConfigError):
+        size_cache(needed - 1, 100, 16, wanted, limit)
+
+
+def test_auto_takes_the_longest_that_fits_up_to_the_models_own() -> None:
+    assert size_cache(64 * 100, 100, 16, "auto", 4096).max_model_len == 1024
+    assert size_cache(64 * 100, 100, 16, "auto", 512).max_model_len == 512
+    assert size_cache(64 * 100, 100, 16, 1024, 4096).max_model_len == 1024
+
+
+def test_lengths_beyond_the_models_own_are_refused() -> None:
+    check_max_model_len(512, 512)
+    check_max_model_len("auto", 512)
+    with pytest.raises(ConfigError, match=r"513.*512"):
+        check_max_model_len(513, 512)
+
+
+def test_a_cache_too_small_for_a_block_or_beyond_the_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot hold one block"):
+        size_cache(99, 100, 16, "auto", 512)
+    with pytest.raises(ConfigError, match=r"2\.00 GiB.*1\.00 GiB"):
+        wanted_cache_bytes(2 * GIB, GIB)
+
+
+def test_a_default_size_is_no_more_than_all_sequences_could_use() -> None:
+    size = size_cache(10**9, 100, 16, 100, 4096)
+    assert capped(size, 4).num_blocks == 4 * 7
+    assert capped(size_cache(300, 100, 16, 20, 4096), 4).num_blocks == 3
