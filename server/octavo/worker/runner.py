@@ -30,10 +30,10 @@ class ModelRunner:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._model, self._ops, self._device = model, ops, device
+        self.model, self._ops, self._device = model, ops, device
         self.max_rows, self.max_tokens = max_num_seqs, activations.max_tokens
         self.block_size = size.block_size
-        self._inputs = StepInputs(activations, max_num_seqs, size.max_model_len, size.block_size, device)
+        self.inputs = StepInputs(activations, max_num_seqs, size.max_model_len, size.block_size, device)
         shape = ops.kv_cache_shape(
             size.num_blocks, size.block_size, model.shape.kv_heads, model.shape.head_dim
         )
@@ -44,11 +44,11 @@ class ModelRunner:
         """One forward pass. A row whose logits are not finite gets an error of its own."""
         if plan.copies:
             self._copy(plan.copies)
-        hidden = self._model.forward(self._inputs.fill(plan.rows), self.caches)
+        hidden = self.model.forward(self.inputs.fill(plan.rows), self.caches)
         drawing = [i for i, row in enumerate(plan.rows) if row.sample is not None]
         results: dict[int, Draw] = {}
         if drawing:
-            logits = self._model.logits(hidden, self._last_tokens(plan.rows, drawing, len(hidden)))
+            logits = self.model.logits(hidden, self._last_tokens(plan.rows, drawing, len(hidden)))
             draws = sample(logits, [s for row in plan.rows if (s := row.sample) is not None])
             results = dict(zip(drawing, draws, strict=True))
         return StepResult(plan.step, [_row_result(row, results.get(i)) for i, row in enumerate(plan.rows)])

@@ -1,0 +1,166 @@
+"""Logits and greedy tokens equal transformers' in float32, however the work is cut into steps."""
+
+import random
+
+import pytest
+import torch
+
+from octavo.core.sampling_params import SamplingParams
+
+NAMES = (
+    "llama", "llama_tied", "llama_bias", "llama_rope3", "llama_linear", "qwen3", "qwen3_tied", "gemma3",
+    "gemma3_softcap",
+)  # fmt: skip
+FAMILIES = ("llama_tied", "qwen3", "gemma3")
+POOL = 4 << 20  # bytes: ample for these models
+VOCABULARY = 199
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture
+def engine(make_tiny, engine_of):
+    return lambda name, **settings: engine_of(
+        make_tiny(name).path, **{"kv_cache_memory_bytes": POOL, "max_num_batched_tokens": 256, **settings}
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_every_position(name, make_tiny, engine) -> None:
+    (prompt,) = prompts(100)
+    torch.testing.assert_close(
+        engine(name).logits(prompt), make_tiny(name).reference.logits(prompt), rtol=0, atol=5e-5
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mixed_lengths_in_one_batch(name, make_tiny, engine, tokens) -> None:
+    """Lengths around block borders, beyond the sliding window, beyond the token budget."""
+    batch = prompts(1, 5, 15, 16, 17, 40, 100, 300)
+    for prompt, made in zip(batch, tokens(engine(name).generate(batch, 20)), strict=True):
+        make_tiny(name).reference.check_greedy(prompt, made)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_chunk_size_from_1_to_64(name, make_tiny, engine, tokens) -> None:
+    batch = prompts(70, 9, 33, seed=1)
+    expected = tokens(engine(name).generate(batch, 6))
+    for prompt, made in zip(batch, expected, strict=True):
+        make_tiny(name).reference.check_greedy(prompt, made)
+    for size in range(1, 65):
+        made = tokens(engine(name).generate(batch, 6, max_num_batched_tokens=size))
+        assert made == expected, f"chunks of {size}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_preempted(name, make_tiny, engine_of, tokens) -> None:
+    """A pool of a dozen blocks or so for six sequences that grow to five each."""
+    tiny = make_tiny(name)
+    config = tiny.reference.model.config
+    block = 2 * config.num_hidden_layers * 16 * config.num_key_value_heads * config.head_dim * 4
+    small = engine_of(tiny.path, kv_cache_memory_bytes=12 * block, max_model_len="auto")
+    assert small.executor.info.num_blocks == 12
+    batch = prompts(30, 41, 17, 38, 25, 33, seed=2)
+    made = tokens(small.generate(batch, 40))
+    assert small.stats.preemptions > 0
+    for prompt, each in zip(batch, made, strict=True):
+        assert len(each) == 40
+        tiny.reference.check_greedy(prompt, each)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prefix_cache_off_on_and_warm(name, engine, tokens) -> None:
+    shared = prompts(90, seed=3)[0]
+    batch = [shared + tail for tail in prompts(5, 20, 1, seed=4)] + [shared[:64], shared]
+    off = tokens(engine(name).generate(batch, 12, enable_prefix_caching=False))
+    cold = engine(name).generate(batch, 12)
+    warm = engine(name).again(batch, 12)
+    assert tokens(cold) == off
+    assert tokens(warm) == off
+    assert [outputs[0].num_cached_tokens for outputs in warm] == [80, 96, 80, 48, 80]
+
+
+def test_the_answer_is_cached_as_well_as_the_prompt(engine, tokens) -> None:
+    """Case 7: a second turn hits prompt and answer, and goes on as if it had not."""
+    (prompt, more) = prompts(100, 50, seed=5)
+    tiny = engine("llama")
+    (answer,) = tokens(tiny.generate([prompt], 50))
+    (second,) = tiny.again([prompt + answer + more], 5)
+    assert second[0].num_cached_tokens == 144
+    fresh = tiny.generate([prompt + answer + more], 5, enable_prefix_caching=False)
+    assert tokens([second]) == tokens(fresh)
+
+
+def test_a_seeded_request_is_the_same_with_and_without_neighbours(engine, tokens) -> None:
+    """Case 1, with neighbours that differ in every setting."""
+    (prompt,) = prompts(20, seed=6)
+    seeded = SamplingParams(seed=42, temperature=0.8, max_tokens=16, ignore_eos=True)
+    alone = tokens(engine("llama").generate([prompt], [seeded]))[0]
+    assert len(set(alone)) > 4
+    for run in range(5):
+        other = SamplingParams(
+            seed=1000 + run,
+            temperature=0.8,
+            top_p=0.9,
+            top_k=run,
+            max_tokens=9 + run,
+            ignore_eos=True,
+            logprobs=2,
+        )
+        both = tokens(engine("llama").generate([prompt, prompt], [seeded, other]))
+        assert both[0] == alone
+        assert tokens(engine("llama").generate([prompt, prompt], [other, seeded]))[1] == alone
+
+
+def test_seeded_draws_do_not_depend_on_chunks_or_preemption(make_tiny, engine, tokens) -> None:
+    batch = prompts(30, 41, 17, seed=7)
+    params = [SamplingParams(seed=i, temperature=1.0, max_tokens=20, ignore_eos=True) for i in range(3)]
+    whole = tokens(engine("qwen3").generate(batch, params))
+    assert tokens(engine("qwen3").generate(batch, params, max_num_batched_tokens=7)) == whole
+
+
+def test_logprobs_are_transformers(make_tiny, engine) -> None:
+    (prompt,) = prompts(30, seed=8)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=3, seed=0)
+    (outputs,) = engine("gemma3").generate([prompt], [params])
+    made = [token for output in outputs for token in output.token_ids]
+    truth = torch.log_softmax(make_tiny("gemma3").reference.logits(prompt + made[:-1], last=5), -1)
+    given = [entry for output in outputs for entry in output.logprobs or []]
+    for row, entry, token in zip(truth, given, made, strict=True):
+        assert entry.rank == 1
+        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert [value for _, value in entry.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+
+
+def test_a_nan_row_fails_alone_and_leaves_nothing_behind(make_tiny, engine_of, tokens) -> None:
+    """Its neighbours' tokens do not change, nor do those of requests that get its blocks later."""
+    fragile = engine_of(make_tiny("llama").path, kv_cache_memory_bytes=20 * 12288, max_model_len="auto")
+    poison = 198
+    batch = [[t % poison for t in p] for p in prompts(20, 50, 50, seed=9)]
+    before = tokens(fragile.generate(batch, 20))
+    table = fragile.executor.runner.model._embedding.table
+    kept = table[poison].clone()
+    with torch.inference_mode():
+        table[poison] = float("nan")
+    try:
+        outputs = fragile.generate([*batch, [1, 2, poison, 3]], 20)
+        assert tokens(outputs[:3]) == before
+        assert outputs[3][-1].finish_reason == "error"
+        assert "finite" in (outputs[3][-1].error or "")
+        assert tokens(fragile.again(batch, 20)) == before
+        assert tokens(fragile.again(batch, 20)) == before
+    finally:
+        with torch.inference_mode():
+            table[poison] = kept
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_half_precision_stays_close(dtype, name, make_tiny, engine) -> None:
+    (prompt,) = prompts(60, seed=10)
+    truth = make_tiny(name).reference.logits(prompt)
+    error = (engine(name, dtype=dtype).logits(prompt) - truth).square().mean().sqrt()
+    assert error < (0.03 if dtype == "bfloat16" else 0.004) * truth.std()
