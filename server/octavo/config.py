@@ -149,7 +149,7 @@ def _validated(field: dataclasses.Field[Any], value: Any) -> Any:
         raise ConfigError(f"{flag} is {value!r}: choose one of {', '.join(meta['choices'])}")
     if isinstance(field.default, (bool, str)) or field.default is None:
         return value
-    kind = type(field.default)
+    kind = int if isinstance(field.default, int) else float
     try:
         number = kind(value)
     except (TypeError, ValueError) as error:
