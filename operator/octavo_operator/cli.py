@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import uuid
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import kopf
 
 from octavo.errors import ConfigError, OctavoError
 from octavo_operator import handlers, health, platform, resource
+from octavo_operator.cache import Body
 from octavo_operator.controller import Controller
 from octavo_operator.kube import ApiError, Kube
 from octavo_operator.leader import Lease
@@ -44,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     args = parser.parse_args(list(argv))
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("kopf").setLevel(logging.WARNING)
+    for chatty in ("kopf", "celpy"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)  # that signals are ours, not its
     return asyncio.run(_run(args))
 
 
@@ -70,7 +74,6 @@ async def _run(args: argparse.Namespace) -> int:
         try:
             return await _lead(lease, controller, args.namespace, stop)
         finally:
-            await controller.close()
             await server.cleanup()
 
 
@@ -91,8 +94,9 @@ async def _lead(lease: Lease, controller: Controller, namespaces: list[str], sto
         for result in results:
             if isinstance(result, Exception):
                 raise result
-        return 1 if lost else 0  # kopf ends by itself only at a signal, which it takes over from us
+        return 1 if lost else 0
     finally:
+        await controller.close()  # before another may lead
         try:
             await lease.release()
         except ApiError as error:
@@ -128,13 +132,30 @@ async def _crd_served(kube: Kube) -> None:
 
 
 async def _watch(controller: Controller, namespaces: list[str]) -> None:
-    await kopf.operator(
-        registry=handlers.registry(controller),
-        settings=handlers.settings(),
-        standalone=True,
-        clusterwide=not namespaces,
-        namespaces=namespaces,
-    )
+    """Run kopf in a thread with a loop of its own: at its end it waits for every task of its loop."""
+    loop, stop = asyncio.get_running_loop(), threading.Event()
+
+    def tell(kind: str, body: Body, gone: bool) -> None:
+        loop.call_soon_threadsafe(controller.seen, kind, body, gone)
+
+    def run() -> None:
+        watching = kopf.operator(
+            registry=handlers.registry(controller.kube, tell),
+            settings=handlers.settings(),
+            standalone=True,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
+            stop_flag=stop,
+        )
+        asyncio.run(watching)
+
+    thread = asyncio.create_task(asyncio.to_thread(run))
+    try:
+        await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        stop.set()
+        await thread
+        raise
 
 
 def _own_namespace() -> str:

@@ -6,13 +6,16 @@ the controller, not kopf, decides what is due.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import kopf
 
 from octavo_operator import names as n
 from octavo_operator import resource
-from octavo_operator.controller import Controller
+from octavo_operator.kube import Kube
+
+Tell = Callable[[str, dict[str, Any], bool], None]
 
 # Kinds by the group and plural they are watched by. No Secrets: the operator may not list them.
 OWNED = {
@@ -28,14 +31,14 @@ OWNED = {
 WATCH_S, WATCH_LIMIT_S, CONNECT_S, REQUEST_S = 300, 330, 10, 30
 
 
-def registry(controller: Controller) -> kopf.OperatorRegistry:
-    """Handlers that feed ``controller``."""
+def registry(kube: Kube, tell: Tell) -> kopf.OperatorRegistry:
+    """Handlers that call ``tell(kind, body, gone)`` for every event, by the credentials of ``kube``."""
     made = kopf.OperatorRegistry()
 
     def login(**_: Any) -> kopf.ConnectionInfo:
         """The operator's own credentials; kopf asks again when the API server refuses an old token."""
-        config = controller.kube.config
-        scheme, token = (controller.kube.authorization() or " ").split(" ", 1)
+        config = kube.config
+        scheme, token = (kube.authorization() or " ").split(" ", 1)
         return kopf.ConnectionInfo(
             server=config.host,
             ca_path=config.ssl_ca_cert,
@@ -49,7 +52,7 @@ def registry(controller: Controller) -> kopf.OperatorRegistry:
     kopf.on.login(registry=made, id="login")(_async(login))
 
     def on_service(body: kopf.Body, type: str | None, **_: Any) -> None:
-        controller.seen(resource.KIND, _plain(body), gone=type == "DELETED")
+        tell(resource.KIND, dict(body), type == "DELETED")
 
     kopf.on.event(resource.GROUP, resource.VERSION, resource.PLURAL, registry=made, id="service")(
         _async(on_service)
@@ -57,7 +60,7 @@ def registry(controller: Controller) -> kopf.OperatorRegistry:
     for kind, (group, version, plural) in OWNED.items():
 
         def on_owned(body: kopf.Body, type: str | None, kind: str = kind, **_: Any) -> None:
-            controller.seen(kind, _plain(body), gone=type == "DELETED")
+            tell(kind, dict(body), type == "DELETED")
 
         kopf.on.event(
             group, version, plural, registry=made, id=kind.lower(), labels={n.SERVICE_LABEL: kopf.PRESENT}
@@ -80,13 +83,9 @@ def settings() -> kopf.OperatorSettings:
 
 
 def _async(handler: Any) -> Any:
-    """On the event loop, not in a thread: the controller belongs to the loop."""
+    """On kopf's loop, not in a thread each: nothing here waits."""
 
     async def run(**kwargs: Any) -> Any:
         return handler(**kwargs)
 
     return run
-
-
-def _plain(body: kopf.Body) -> dict[str, Any]:
-    return dict(body)
