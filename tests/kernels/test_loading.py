@@ -43,6 +43,13 @@ def test_a_library_that_cannot_be_loaded_is_reported(monkeypatch, tmp_path):
         load("cpu")
 
 
+@pytest.mark.skipif(not library.LIBRARY.exists(), reason="the library is not built")
+def test_a_library_built_from_other_sources_is_not_called(monkeypatch):
+    monkeypatch.setattr(library, "INTERFACE", library.INTERFACE + 1)
+    with pytest.raises(KernelsUnavailable, match="reinstall"):
+        load("cpu")
+
+
 def test_the_environment_forces_a_backend(monkeypatch):
     monkeypatch.setenv("OCTAVO_KERNELS", "reference")
     assert load().name == "reference"

@@ -15,9 +15,12 @@ from typing import Any
 from octavo_kernels.ops import KernelsUnavailable
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
+INTERFACE = 1
+"""Of the C functions below; the library has the same number (octavo_interface)."""
 INSTRUCTION_SETS = ("amx", "avx512", "avx2")
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "interface": (c_int, []),
     "start": (c_char_p, [c_char_p]),
     "set_threads": (None, [c_int]),
     "packed_bytes": (c_long, [c_void_p]),
@@ -66,8 +69,10 @@ class Library:
         try:
             self.brief = _Functions(ctypes.PyDLL(str(path)))
             self.long = _Functions(ctypes.CDLL(str(path)))
-        except OSError as error:
+        except (OSError, AttributeError) as error:
             raise KernelsUnavailable(f"the C++ kernels cannot be loaded: {error}") from error
+        if self.brief.interface() != INTERFACE:
+            raise KernelsUnavailable(f"{path} was built from other sources: reinstall octavo")
         name = self.brief.start(isa.encode() if isa else None)
         if name is None:
             raise KernelsUnavailable(f"this CPU cannot run the C++ kernels for {isa or 'AVX2 or better'}")

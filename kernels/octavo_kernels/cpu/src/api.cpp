@@ -18,10 +18,10 @@ const Kernels* active = nullptr;
 constexpr long kTasksPerThread = 4;      // so that a thread that is held up leaves the rest to others
 constexpr long kMatmulRows = 256;        // rows of one matmul task
 constexpr long kElementsPerTask = 1 << 15;    // of element-wise work: some microseconds
-constexpr long kTileRows = 64;           // query rows (tokens times heads a KV head) of one attention task
+constexpr long kAttentionRows = 96;    // query rows (tokens times heads a KV head) of one attention task
 
 thread_local std::vector<float> wide;        // x as float32
-thread_local std::vector<bf16> padded;       // x with k rounded up
+thread_local std::vector<bf16> narrow;       // x with k rounded up
 thread_local std::vector<float> partials;
 thread_local std::vector<AttentionTask> tasks;
 
@@ -43,20 +43,23 @@ void parallel(long count, long grain, const Body& body) {
         &job);
 }
 
+// Bring x into the form that the kernel wants.
 void prepare_x(Matmul& a) {
-    if (a.weight.dtype != kBFloat16) return;
-    const long k = a.weight.k, whole = round_up(k, kTileK);
-    if (active->wants_wide_x(a)) {
-        wide.resize(a.m * whole);
-        a.wide_stride = whole;
+    a.x_form = active->x_form(a);
+    const long k = a.weight.k, whole = round_up(k, kTileK), m = a.m, stride = a.x_stride;
+    const bf16* x = static_cast<const bf16*>(a.x);
+    if (a.x_form == kWide) {
+        if (long(wide.size()) < m * whole) wide.resize(m * whole);
         float* out = wide.data();
-        parallel(a.m, kElementsPerTask / k, [&a, out](long r0, long r1) { active->widen(a, out, r0, r1); });
-        a.wide_x = out;
-    } else if (k != whole) {
-        padded.assign(a.m * whole, bf16{0});
-        for (long r = 0; r < a.m; r++)
-            memcpy(&padded[r * whole], static_cast<const bf16*>(a.x) + r * a.x_stride, k * sizeof(bf16));
-        a.x = padded.data();
+        parallel(m, kElementsPerTask / whole, [=](long r0, long r1) {
+            active->widen(x + r0 * stride, stride, k, out + r0 * whole, whole, r1 - r0);
+        });
+        a.x = out;
+        a.x_stride = whole;
+    } else if (a.weight.dtype == kBFloat16 && k != whole) {
+        narrow.assign(m * whole, bf16{0});
+        for (long r = 0; r < m; r++) memcpy(&narrow[r * whole], x + r * stride, k * sizeof(bf16));
+        a.x = narrow.data();
         a.x_stride = whole;
     }
 }
@@ -123,6 +126,9 @@ void attend_split(Attention& a, const std::vector<AttentionTask>& whole) {
 
 using namespace octavo;
 
+// Changes with the functions below, so that Python does not call into a library that was built from other sources.
+OCTAVO_API int octavo_interface() { return 1; }
+
 // Choose the instruction set: by name, or the best for null. Returns its name, null where it is not supported.
 OCTAVO_API const char* octavo_start(const char* isa) {
     const Kernels* chosen = choose_kernels(isa);
@@ -144,7 +150,7 @@ OCTAVO_API void octavo_pack(const Weight* w, const void* first, const void* seco
 
 OCTAVO_API void octavo_matmul(const void* x, long x_stride, long m, const Weight* w, const void* bias, int activation,
                               void* out, long out_stride, int out_dtype) {
-    Matmul a{x, x_stride, nullptr, 0, m, *w, bias, activation, out, out_stride, out_dtype};
+    Matmul a{x, x_stride, kRows, m, *w, bias, activation, out, out_stride, out_dtype};
     prepare_x(a);
     const long blocks = ceil_div(m, kMatmulRows), panels = w->panels();
     const long wanted = ceil_div(pool_threads() * kTasksPerThread, blocks);
@@ -201,7 +207,7 @@ OCTAVO_API void octavo_attention(const void* q, long q_token, long q_head, void*
                                  long sequences, long heads, long kv_heads, long dim, float scale, long window,
                                  float softcap, int dtype) {
     const CacheLayout layout = layout_of(cache, kv_heads, block_size, token_elements, dim, dtype);
-    const long tile_tokens = larger(1, kTileRows / (heads / kv_heads));
+    const long tile_tokens = larger(1, kAttentionRows / (heads / kv_heads));
     Attention a{q, out, q_token, q_head, out_token, out_head, layout, query_start, seq_lens, block_tables, table_stride,
                 heads, kv_heads, scale, window, softcap, tile_tokens, nullptr};
     plan_attention(a, sequences, tasks);

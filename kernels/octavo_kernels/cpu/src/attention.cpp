@@ -12,8 +12,9 @@ void attend(const Attention& a, const AttentionTask& task) {
 
 void merge(const Attention& a, const AttentionTask& task) {
     const long rows = task.tokens * (a.heads / a.kv_heads), padded_dim = a.cache.padded_dim;
-    float* at = thread_scratch(rows * (2 + padded_dim));
-    const Softmax running = carve(at, rows, padded_dim);
+    const long padded_rows = round_up(rows, kRowPad);
+    float* at = thread_scratch(padded_rows * (2 + padded_dim));
+    const Softmax running = carve(at, padded_rows, padded_dim);
     clear(running, rows, padded_dim);
     for (long chunk = task.chunk_begin; chunk < task.chunk_end; chunk++)
         merge_rows(partial_slot(a, task.partial + chunk - task.chunk_begin), running, rows, padded_dim);

@@ -41,12 +41,6 @@ struct Tile {
 
 static const float kMinusInfinity = -__builtin_inff();
 
-static inline float exp1(float x) {
-    alignas(64) float lanes[kWidth];
-    store(lanes, exp(set1(x)));
-    return lanes[0];
-}
-
 static inline Softmax carve(float*& at, long rows, long padded_dim) {
     Softmax s{at, at + rows, at + 2 * rows};
     at += rows * (2 + padded_dim);
@@ -142,19 +136,26 @@ void softmax_row(float* scores, long columns, long begin, long end, float scale,
     sum_out = sum(total);
 }
 
-// running := running merged with the next chunk.
+// running := running merged with the next chunk. Rows are taken kWidth at a time, so both have room for kRowPad more.
 static inline void merge_rows(const Softmax& chunk, const Softmax& running, long rows, long padded_dim) {
-    for (long r = 0; r < rows; r++) {
-        if (chunk.maximum[r] == kMinusInfinity) continue;
-        const float top = running.maximum[r] > chunk.maximum[r] ? running.maximum[r] : chunk.maximum[r];
-        const float old_factor = exp1(running.maximum[r] - top), new_factor = exp1(chunk.maximum[r] - top);
-        running.maximum[r] = top;
-        running.sum[r] = running.sum[r] * old_factor + chunk.sum[r] * new_factor;
-        float* values = running.values + r * padded_dim;
-        const float* more = chunk.values + r * padded_dim;
-        const Vec old_vec = set1(old_factor), new_vec = set1(new_factor);
-        for (long d = 0; d < padded_dim; d += kWidth)
-            store(values + d, fma(load(more + d), new_vec, mul(load(values + d), old_vec)));
+    alignas(64) float old_factor[kWidth], new_factor[kWidth];
+    for (long first = 0; first < rows; first += kWidth) {
+        const Vec old_top = load(running.maximum + first), new_top = load(chunk.maximum + first);
+        const Vec top = max(max(old_top, new_top), set1(-3e38f));    // finite, so that no row's factor is a NaN
+        const Vec old_vec = exp(sub(old_top, top)), new_vec = exp(sub(new_top, top));
+        store(old_factor, old_vec);
+        store(new_factor, new_vec);
+        const Vec sums = fma(load(chunk.sum + first), new_vec, mul(load(running.sum + first), old_vec));
+        store(running.maximum + first, top);
+        store(running.sum + first, sums);
+        for (long r = first; r < smaller(first + kWidth, rows); r++) {
+            if (chunk.maximum[r] == kMinusInfinity) continue;
+            float* values = running.values + r * padded_dim;
+            const float* more = chunk.values + r * padded_dim;
+            const Vec keep = set1(old_factor[r - first]), gain = set1(new_factor[r - first]);
+            for (long d = 0; d < padded_dim; d += kWidth)
+                store(values + d, fma(load(more + d), gain, mul(load(values + d), keep)));
+        }
     }
 }
 

@@ -25,11 +25,16 @@ struct Pack {
     Weight weight;
 };
 
+// How a kernel wants its activations. All but kRows of float32 have k padded with zeros to a multiple of 32.
+enum XForm : int {
+    kRows,     // [m, k] in the weight's dtype
+    kWide,     // [m, k] as float32, of a bfloat16 product
+};
+
 struct Matmul {
-    const void* x;         // [m, k] in the weight's dtype, k padded with zeros to a multiple of 32 where bfloat16
+    const void* x;
     long x_stride;         // elements
-    const float* wide_x;   // the same as float32, or null where the kernel for this m does not want it
-    long wide_stride;
+    XForm x_form;
     long m;
     Weight weight;
     const void* bias;      // [n] in the weight's dtype, or null
@@ -120,8 +125,8 @@ struct Kernels {
     const char* name;
     // Panels [panel_begin, panel_end) of rows [row_begin, row_end).
     void (*matmul)(const Matmul&, long panel_begin, long panel_end, long row_begin, long row_end);
-    bool (*wants_wide_x)(const Matmul&);
-    void (*widen)(const Matmul&, float* out, long row_begin, long row_end);
+    XForm (*x_form)(const Matmul&);    // that matmul wants for this product
+    void (*widen)(const bf16* x, long x_stride, long k, float* out, long out_stride, long rows);
     void (*norm)(const Norm&, long row_begin, long row_end);
     void (*rotary)(const Rotary&, long token_begin, long token_end);
     void (*write_kv)(const WriteKV&, long token_begin, long token_end);

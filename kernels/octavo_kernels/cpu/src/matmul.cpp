@@ -7,7 +7,7 @@ namespace OCTAVO_ISA {
 namespace {
 
 // Rows whose sums stay in registers together.
-constexpr int kRows = kWidth == 16 ? 8 : 3;
+constexpr int kFewRows = kWidth == 16 ? 8 : 3;
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p) + kPrefetchBytes, _MM_HINT_T0); }
 
@@ -84,17 +84,19 @@ void multiply_rows(long rows, const float* x, long stride, const W* w, long k, f
         case 6: return multiply<6, kStream>(x, stride, w, k, sums);
         case 7: return multiply<7, kStream>(x, stride, w, k, sums);
 #endif
-        default: return multiply<kRows, kStream>(x, stride, w, k, sums);
+        default: return multiply<kFewRows, kStream>(x, stride, w, k, sums);
     }
 }
 
 template <class W>
-void wide_matmul(const Matmul& a, const float* x, long stride, long p0, long p1, long r0, long r1) {
-    alignas(64) float sums[kRows * kPanel];
+void wide_matmul(const Matmul& a, long p0, long p1, long r0, long r1) {
+    const float* x = static_cast<const float*>(a.x);
+    const long stride = a.x_stride;
+    alignas(64) float sums[kFewRows * kPanel];
     for (long p = p0; p < p1; p++) {
         const W* w = static_cast<const W*>(a.weight.data) + p * a.weight.panel_elements();
-        for (long r = r0; r < r1; r += kRows) {
-            const long rows = smaller(kRows, r1 - r);
+        for (long r = r0; r < r1; r += kFewRows) {
+            const long rows = smaller(kFewRows, r1 - r);
             if (r == r0 && r1 - r0 <= kStreamRows) multiply_rows<W, true>(rows, x + r * stride, stride, w, a.weight.k, sums);
             else multiply_rows<W, false>(rows, x + r * stride, stride, w, a.weight.k, sums);
             finish(a, sums, p, r, rows);
@@ -167,22 +169,18 @@ void pair_matmul(const Matmul& a, long p0, long p1, long r0, long r1) {
 }  // namespace
 
 void matmul(const Matmul& a, long p0, long p1, long r0, long r1) {
-    if (a.weight.dtype == kFloat32)
-        return wide_matmul<float>(a, static_cast<const float*>(a.x), a.x_stride, p0, p1, r0, r1);
+    if (a.weight.dtype == kFloat32) return wide_matmul<float>(a, p0, p1, r0, r1);
 #if defined(__AVX512F__)
-    if (!a.wide_x) return pair_matmul(a, p0, p1, r0, r1);
+    if (a.x_form == kRows) return pair_matmul(a, p0, p1, r0, r1);
 #endif
-    wide_matmul<bf16>(a, a.wide_x, a.wide_stride, p0, p1, r0, r1);
+    wide_matmul<bf16>(a, p0, p1, r0, r1);
 }
 
-// Rows of x as float32, zero from k to the end of the last tile.
-void widen(const Matmul& a, float* out, long r0, long r1) {
-    for (long r = r0; r < r1; r++) {
-        const bf16* x = static_cast<const bf16*>(a.x) + r * a.x_stride;
-        float* wide = out + r * a.wide_stride;
+void widen(const bf16* x, long x_stride, long k, float* out, long out_stride, long rows) {
+    for (long r = 0; r < rows; r++, x += x_stride, out += out_stride) {
         long i = 0;
-        for (; i + kWidth <= a.weight.k; i += kWidth) store(wide + i, load(x + i));
-        for (; i < a.wide_stride; i++) wide[i] = i < a.weight.k ? to_float(x[i]) : 0.0f;
+        for (; i + kWidth <= k; i += kWidth) store(out + i, load(x + i));
+        for (; i < out_stride; i++) out[i] = i < k ? to_float(x[i]) : 0.0f;
     }
 }
 

@@ -7,7 +7,8 @@ namespace octavo {
 namespace OCTAVO_ISA {
 
 void matmul(const Matmul& a, long panel_begin, long panel_end, long row_begin, long row_end);
-void widen(const Matmul& a, float* out, long row_begin, long row_end);
+// Rows of bfloat16 as float32, zero from k to out_stride.
+void widen(const bf16* x, long x_stride, long k, float* out, long out_stride, long rows);
 
 // Up to this many rows a product is bound by reading the weights, and widening bfloat16 to float32 is free.
 constexpr long kWideRows = 4;

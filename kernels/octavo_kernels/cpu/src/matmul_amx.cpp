@@ -21,6 +21,14 @@ inline void prefetch_tiles(const char* w) {
         _mm_prefetch(w + kPrefetchBytes + line * 64, _MM_HINT_T0);
 }
 
+// Ask for the lines of the output that a block will write, so that they come while its products are computed.
+void prefetch_output(const Matmul& a, long panel, long row, long rows) {
+    const long columns = a.weight.paired ? kHalfPanel : kPanel, size = a.out_dtype == kFloat32 ? 4 : 2;
+    const char* out = static_cast<const char*>(a.out) + (row * a.out_stride + panel * columns) * size;
+    for (long r = 0; r < rows; r++, out += a.out_stride * size)
+        for (long byte = 0; byte < columns * size; byte += 64) __builtin_prefetch(out + byte, 1);
+}
+
 // Tiles 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 the two halves of a panel.
 void configure(long upper_rows, long lower_rows) {
     TileConfig config;
@@ -66,9 +74,10 @@ void multiply_few(const char* x, long stride, const char* w, long tiles, long ro
     for (long i = 0; i < rows * kPanel; i += kWidth) store(sums + i, add(load(sums + i), load(odd + i)));
 }
 
-// 17 to 32 rows: two tiles of rows by the two halves of the panel.
-template <bool kStream>
-void multiply_block(const char* x, long stride, const char* w, long tiles, bool first, float* sums) {
+// 17 to 32 rows: two tiles of rows by the two halves of the panel. Where `ahead` is given, so many lines of it (the next
+// panel) are asked for with each tile of k; else the panel itself, a little ahead of its use.
+void multiply_block(const char* x, long stride, const char* w, long tiles, bool first, float* sums, const char* ahead,
+                    long ahead_lines) {
     const char* lower = x + kTileRows * stride;
     float* lower_sums = sums + kTileRows * kPanel;
     if (first) {
@@ -83,7 +92,11 @@ void multiply_block(const char* x, long stride, const char* w, long tiles, bool 
         _tile_loadd(3, lower_sums + kHalfPanel, kPanel * 4);
     }
     for (long t = 0; t < tiles; t++, x += 64, lower += 64, w += kPanelTileBytes) {
-        if (kStream) prefetch_tiles(w);
+        if (ahead) {
+            for (long line = 0; line < ahead_lines; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+        } else {
+            prefetch_tiles(w);
+        }
         _tile_loadd(4, x, stride);
         _tile_loadd(6, w, 64);
         _tile_loadd(5, lower, stride);
@@ -108,13 +121,16 @@ void multiply_panel(const Matmul& a, long panel, long row, long rows, float* sum
     const long part_tiles = ceil_div(tiles, parts);
     const long full = rows / (2 * kTileRows), rest = rows % (2 * kTileRows);
     if (full > 0) configure(kTileRows, kTileRows);
+    const char* ahead = full > 1 ? w + a.weight.panel_elements() * 2 : nullptr;
+    const long ahead_lines = full > 1 ? ceil_div(kPanelTileBytes / 64, full) : 0;
     for (long t = 0; full > 0 && t < tiles; t += part_tiles) {
         const long count = smaller(part_tiles, tiles - t);
         for (long b = 0; b < full; b++) {
             const char* block = x + b * 2 * kTileRows * stride + t * 64;
             float* block_sums = sums + b * 2 * kTileRows * kPanel;
-            if (b == 0) multiply_block<true>(block, stride, w + t * kPanelTileBytes, count, t == 0, block_sums);
-            else multiply_block<false>(block, stride, w + t * kPanelTileBytes, count, t == 0, block_sums);
+            if (t + part_tiles >= tiles) prefetch_output(a, panel, row + b * 2 * kTileRows, 2 * kTileRows);
+            multiply_block(block, stride, w + t * kPanelTileBytes, count, t == 0, block_sums, ahead, ahead_lines);
+            if (ahead) ahead += count * ahead_lines * 64;
         }
     }
     if (rest > 0) {
@@ -125,7 +141,7 @@ void multiply_panel(const Matmul& a, long panel, long row, long rows, float* sum
             multiply_few(x, stride, w, tiles, rest, rest_sums);
         } else {
             configure(kTileRows, rest - kTileRows);
-            multiply_block<true>(x, stride, w, tiles, true, rest_sums);
+            multiply_block(x, stride, w, tiles, true, rest_sums, nullptr, 0);
         }
     }
     finish(a, sums, panel, row, rows);
@@ -134,7 +150,7 @@ void multiply_panel(const Matmul& a, long panel, long row, long rows, float* sum
 }  // namespace
 
 void tile_matmul(const Matmul& a, long p0, long p1, long r0, long r1) {
-    if (a.weight.dtype != kBFloat16 || a.wide_x) return matmul(a, p0, p1, r0, r1);
+    if (a.weight.dtype == kFloat32 || a.x_form == kWide) return matmul(a, p0, p1, r0, r1);
     alignas(64) float sums[kBlockRows * kPanel];
     for (long r = r0; r < r1; r += kBlockRows)
         for (long p = p0; p < p1; p++) multiply_panel(a, p, r, smaller(kBlockRows, r1 - r), sums);

@@ -26,6 +26,11 @@ static inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 static inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 static inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 static inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+// 1 / x to about 1 ulp: an estimate of 14 bits and one step of Newton's method, a third of a division's time.
+static inline Vec reciprocal(Vec x) {
+    const Vec estimate = _mm512_rcp14_ps(x);
+    return mul(estimate, _mm512_fnmadd_ps(x, estimate, set1(2.0f)));
+}
 static inline Vec absolute(Vec a) { return _mm512_abs_ps(a); }
 static inline Vec with_sign(Vec magnitude, Vec sign) {
     const __m512 bit = _mm512_set1_ps(-0.0f);
@@ -79,6 +84,7 @@ static inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 static inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 static inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 static inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+static inline Vec reciprocal(Vec x) { return div(set1(1.0f), x); }
 static inline Vec absolute(Vec a) { return _mm256_andnot_ps(set1(-0.0f), a); }
 static inline Vec with_sign(Vec magnitude, Vec sign) {
     return _mm256_or_ps(magnitude, _mm256_and_ps(sign, set1(-0.0f)));

@@ -17,15 +17,16 @@ namespace octavo {
 namespace OCTAVO_ISA {
 namespace {
 
-bool wants_wide_x(const Matmul& a) {
-    return a.weight.dtype == kBFloat16 && (kWidth == 8 || a.m <= kWideRows);
+XForm x_form(const Matmul& a) {
+    const bool wide = a.weight.dtype == kBFloat16 && (kWidth == 8 || a.m <= kWideRows);
+    return wide ? kWide : kRows;
 }
 
 #if defined(__AMX_BF16__)
-const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), amx::tile_matmul, wants_wide_x, widen, norm, rotary, write_kv,
+const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), amx::tile_matmul, x_form, widen, norm, rotary, write_kv,
                     amx::tile_attend, merge};
 #else
-const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), matmul, wants_wide_x, widen, norm, rotary, write_kv, attend, merge};
+const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), matmul, x_form, widen, norm, rotary, write_kv, attend, merge};
 #endif
 
 }  // namespace
