@@ -2,7 +2,8 @@
 
 Every operation is compiled once for each instruction set and the library picks one when it is loaded. The
 build is optional: without a compiler, or on a machine that is not x86-64, the package installs without the
-library and the torch reference serves.
+library and the torch reference serves. CXX names the compiler; with OCTAVO_REQUIRE_KERNELS set a build that
+fails is an error, for images that must have the library.
 """
 
 from __future__ import annotations
