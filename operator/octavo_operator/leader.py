@@ -16,9 +16,10 @@ from octavo_operator.metrics import LEADER
 
 log = logging.getLogger("octavo.operator")
 
-DURATION_S = 15
-RENEW_DEADLINE_S = 10.0  # without a renewal for this long we stop acting, well before others may start
+DURATION_S = 30
+RENEW_DEADLINE_S = 20.0  # without a renewal for this long we stop acting, well before others may start
 RETRY_S = 2.0
+ATTEMPT_S = 5.0  # one slow answer must not use up the deadline
 
 
 class Lease:
@@ -56,6 +57,8 @@ class Lease:
             except ApiError as error:
                 log.warning("Lease %s/%s was not renewed: %s", self._namespace, self._name, error.message)
                 continue
+            if holder is None:  # written by somebody at the same moment
+                continue
             if holder != self._identity:
                 break
             renewed = time.monotonic()
@@ -75,6 +78,13 @@ class Lease:
 
     async def _try(self) -> str | None:
         """Create, renew or take over the Lease if we may. Returns the holder as far as known."""
+        try:
+            async with asyncio.timeout(ATTEMPT_S):
+                return await self._attempt()
+        except TimeoutError as error:
+            raise ApiError(0, "Timeout", f"no answer from the API server in {ATTEMPT_S:g} s") from error
+
+    async def _attempt(self) -> str | None:
         lease = await self._kube.get(self._path())
         if lease is None:
             lease = {
