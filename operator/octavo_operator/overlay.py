@@ -20,7 +20,8 @@ _MERGE_KEYS = {
     "hostAliases": "ip",
     "resourceClaims": "name", "tolerations": "", "topologySpreadConstraints": "", "envFrom": "",
 }  # fmt: skip
-_REPLACED_WHOLE = {"volumes"}  # a volume has one source, so an entry of the same name takes the place of ours
+# A volume has one source and a variable one value, so an entry of the same name takes the place of ours.
+_REPLACED_WHOLE = {"volumes", "env"}
 
 _OWN_LABELS = ("octavo.dev/", "app.kubernetes.io/")
 _OWN_ENV = {"OCTAVO_PRIVATE_KEY"}

@@ -76,7 +76,7 @@ def _engine_container(service: InferenceService, platform: Platform) -> Manifest
     ]
     container = _container(n.ENGINE, platform.engine_image, platform, args)
     container |= {
-        "env": [*container["env"], _private_key_env(service)],
+        "env": [*container["env"], _private_key_env(service), *_threads_env(service)],
         "ports": [
             {"name": "http", "containerPort": n.HTTP_PORT, "protocol": "TCP"},
             {"name": "private", "containerPort": n.PRIVATE_PORT, "protocol": "TCP"},
@@ -212,6 +212,14 @@ def _key_volumes(service: InferenceService) -> list[Manifest]:
 def _private_key_env(service: InferenceService) -> Manifest:
     key = {"name": n.names(service.name).private, "key": n.PRIVATE_KEY_FIELD}
     return {"name": n.PRIVATE_KEY_ENV, "valueFrom": {"secretKeyRef": key}}
+
+
+def _threads_env(service: InferenceService) -> list[Manifest]:
+    """As many threads as the CPU limit allows: more would be stopped together for the rest of each period."""
+    if "cpu" not in service.engine.resources.get("limits", {}):
+        return []
+    limit = {"containerName": n.ENGINE, "resource": "limits.cpu", "divisor": "1"}
+    return [{"name": "OMP_NUM_THREADS", "valueFrom": {"resourceFieldRef": limit}}]
 
 
 def _finished(service: InferenceService, role: str, spec: Manifest, patch: Any, key_hash: str) -> Manifest:

@@ -219,6 +219,20 @@ def test_the_pod_may_drain_as_long_as_the_engine_does(make_service: Make, platfo
     assert spec["terminationGracePeriodSeconds"] > 300
 
 
+def test_an_engine_runs_as_many_threads_as_its_cpu_limit_allows(
+    make_service: Make, platform: Platform
+) -> None:
+    limited = make_service(engine__resources={"limits": {"cpu": "2500m"}})
+    env = named(pod_spec(limited, platform)["containers"][0]["env"], "OMP_NUM_THREADS")
+    assert env["valueFrom"]["resourceFieldRef"]["resource"] == "limits.cpu"
+    free = pod_spec(make_service(), platform)["containers"][0]["env"]
+    assert "OMP_NUM_THREADS" not in [e["name"] for e in free]
+    mine = {"name": "OMP_NUM_THREADS", "value": "7"}
+    overlay = {"spec": {"containers": [{"name": "engine", "env": [mine]}]}}
+    both = make_service(engine__resources={"limits": {"cpu": "2"}}, engine__podTemplate=overlay)
+    assert named(pod_spec(both, platform)["containers"][0]["env"], "OMP_NUM_THREADS") == mine
+
+
 def test_keys_of_clients_are_mounted_in_engine_and_router(make_service: Make, platform: Platform) -> None:
     for role in ("engine", "router"):
         spec = pod_spec(make_service(**VARIANTS["keys"]), platform, role)
