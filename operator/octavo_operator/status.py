@@ -36,7 +36,8 @@ class Group:
     replicas: int
     ready: int
     current_ready: int  # ready and made from the template as it is now
-    trouble: Trouble | None
+    trouble: Trouble | None  # of the pods that should be
+    older_trouble: Trouble | None  # of those that are on their way out
 
     @property
     def summary(self) -> str:
@@ -56,7 +57,7 @@ def group(
 ) -> Group:
     """Count the pods of ``role``; ``pods`` may hold others too."""
     if deployment is None:
-        return Group(role, False, 0, 0, 0, 0, None)
+        return Group(role, False, 0, 0, 0, 0, None, None)
     wanted = t.template_hash(deployment)
     own = [p for p in pods if p["metadata"]["labels"].get(n.ROLE_LABEL) == role and not t.is_ending(p)]
     own = [p for p in own if p.get("status", {}).get("phase") not in ("Failed", "Succeeded")]
@@ -69,7 +70,8 @@ def group(
         replicas=len(own),
         ready=sum(map(t.is_ready, own)),
         current_ready=sum(map(t.is_ready, current)),
-        trouble=t.of_pods(current, events) or t.of_deployment(deployment) or t.of_pods(older, events),
+        trouble=t.of_pods(current, events) or t.of_deployment(deployment),
+        older_trouble=t.of_pods(older, events),
     )
 
 
@@ -82,10 +84,10 @@ def role_condition(group: Group) -> Condition:
         return Condition(kind, False, "ScaledToZero", f"replicas is 0, so no {group.noun} runs")
     if group.current_ready >= group.desired:
         return Condition(kind, True, "AllReady", group.summary)
-    if group.trouble:
+    if found := group.trouble or group.older_trouble:
         older = group.ready - group.current_ready
         note = f" ({older} of an older spec)" if older else ""
-        return Condition(kind, False, group.trouble.reason, f"{group.summary}{note}; {group.trouble.message}")
+        return Condition(kind, False, found.reason, f"{group.summary}{note}; {found.message}")
     if group.ready >= group.desired:
         message = f"{group.summary}, {group.current_ready} of them of the current spec"
         return Condition(kind, True, "RollingUpdate", message)

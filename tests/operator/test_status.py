@@ -196,6 +196,14 @@ def test_a_rolling_update_that_goes_well_stays_ready() -> None:
     assert (found["Progressing"].status, found["Progressing"].reason) == (True, "Updating")
 
 
+def test_an_old_pod_in_trouble_is_told_but_blames_not_the_new_spec() -> None:
+    old = pod("b", ready=False, template="old", **crashed(137, reason="OOMKilled"))
+    found = conditions([pod("new", ready=False), pod("a", template="old"), old])
+    assert found["Ready"].status and "out of memory" in found["Ready"].message
+    assert found["EnginesReady"].reason == "OOMKilled"
+    assert found["Progressing"].status
+
+
 def test_one_pod_in_trouble_beside_others_that_serve_is_told_without_alarm() -> None:
     found = conditions([pod("a"), unschedulable("b")])
     assert (found["Ready"].status, found["Ready"].reason) == (True, "Serving")
