@@ -1,4 +1,4 @@
-"""Write docs/flags.md from the engine's settings: `python docs/flags.py > docs/flags.md`. A test compares the two."""
+"""Write docs/flags.md from the engine's settings: `python docs/flags.py > docs/flags.md`. A test compares."""
 
 import dataclasses
 
@@ -6,8 +6,8 @@ from octavo.config import EngineConfig
 
 HEAD = """# Flags of `octavo serve`
 
-Each is also a keyword of `LLM(...)` (`--max-num-seqs` is `max_num_seqs`) and, where the `InferenceService` has no
-field for it, may stand in `spec.engine.args`. Written by `docs/flags.py` from `octavo.config`.
+Each is also a keyword of `LLM(...)` (`--max-num-seqs` is `max_num_seqs`) and, where the `InferenceService`
+has no field for it, may stand in `spec.engine.args`. Written by `docs/flags.py` from `octavo.config`.
 
 | flag | default | values | meaning |
 |---|---|---|---|

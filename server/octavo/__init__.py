@@ -1,7 +1,7 @@
 """Octavo: a paged-attention engine with an OpenAI-compatible server.
 
-``LLM`` and ``SamplingParams`` are the offline API. ``LLM`` is imported on first use, so that the router and the
-operator can import ``octavo.config`` and ``octavo.core`` on a machine without torch.
+``LLM`` and ``SamplingParams`` are the offline API. ``LLM`` is imported on first use, so that the router and
+the operator can import ``octavo.config`` and ``octavo.core`` on a machine without torch.
 """
 
 from __future__ import annotations

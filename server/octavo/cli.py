@@ -18,10 +18,11 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. A user's mistake ends with one line on stderr and status 2, any other known failure with 1."""
+    """Run one subcommand. A user's mistake ends with one line on stderr and 2, a known failure with 1."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
-        print("usage: octavo COMMAND ...\n\n" + "\n".join(f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items()))
+        lines = [f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items()]
+        print("usage: octavo COMMAND ...\n", *lines, sep="\n")
         return 0 if args else 2
     if args[0] == "--version":
         from octavo import __version__

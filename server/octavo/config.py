@@ -1,8 +1,8 @@
 """The engine's settings: one table for the command line, the offline API and the operator.
 
-Each field of ``EngineConfig`` is a flag of ``octavo serve`` (``max_num_seqs`` is ``--max-num-seqs``) and a keyword of
-``LLM``. A setting whose feature is not built yet accepts only the value that means "off" and names itself otherwise.
-This module imports no torch: the operator validates ``engine.args`` with it.
+Each field of ``EngineConfig`` is a flag of ``octavo serve`` (``max_num_seqs`` is ``--max-num-seqs``) and a
+keyword of ``LLM``. A setting whose feature is not built yet accepts only the value that means "off" and names
+itself otherwise. This module imports no torch: the operator validates ``engine.args`` with it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 HASH_ALGOS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*(|k|M|G|T|Ki|Mi|Gi|Ti)B?$")
-_UNIT = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_UNIT = {
+    "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30,
+    "Ti": 2**40,
+}  # fmt: skip
 
 
 def parse_size(text: str | int) -> int:
     """Bytes from a number or a Kubernetes quantity: 268435456, ``256Mi``, ``1.5G``."""
     match = _SIZE.match(str(text).strip())
     if not match or (size := int(float(match[1]) * _UNIT[match[2]])) <= 0:
-        raise ConfigError(f"{text!r} is not a size: give bytes, or a number with k, M, G, T, Ki, Mi, Gi or Ti (256Mi)")
+        raise ConfigError(
+            f"{text!r} is not a size: give bytes, or a number with k, M, G, T, Ki, Mi, Gi or Ti, as in 256Mi"
+        )
     return size
 
 
@@ -36,7 +41,7 @@ def parse_max_model_len(text: str | int) -> int | str:
     if str(text) in ("auto", "-1"):
         return "auto"
     if not str(text).isdigit() or int(text) == 0:
-        raise ConfigError(f"max-model-len is {text!r}: give a number of tokens, or auto (-1) for the longest that fits")
+        raise ConfigError(f"max-model-len is {text!r}: give a number of tokens, or auto (-1) for what fits")
     return int(text)
 
 
@@ -101,10 +106,11 @@ class EngineConfig:
     api_key: tuple[str, ...] = _setting((), "key clients must send; repeat for several", many=True)
     api_key_dir: str | None = _setting(None, "folder of files, each holding one API key (a mounted Secret)")
     drain_grace_s: float = _setting(5.0, "seconds after SIGTERM in which new requests are still taken", low=0)
-    drain_timeout_s: float = _setting(60.0, "seconds after SIGTERM until streams still running are cut", low=0)
+    drain_timeout_s: float = _setting(60.0, "seconds after SIGTERM until running streams are cut", low=0)
     default_chat_template_kwargs: dict[str, Any] | None = _setting(
-        None, "JSON passed to the chat template unless the request says otherwise", parse=_json_object, metavar="JSON"
-    )
+        None, "JSON passed to the chat template unless the request says otherwise", parse=_json_object,
+        metavar="JSON",
+    )  # fmt: skip
     tensor_parallel_size: int = _setting(1, "tensor parallel ranks", off=(1,))
     pipeline_parallel_size: int = _setting(1, "pipeline parallel ranks", off=(1,))
     quantization: str | None = _setting(None, "quantisation of safetensors weights", off=("none",))
@@ -120,9 +126,10 @@ class EngineConfig:
         if not self.model:
             raise ConfigError("no model given: name a path, or a file://, package:// or hf:// address")
         length = self.max_model_len
-        if not self.enable_chunked_prefill and isinstance(length, int) and length > self.max_num_batched_tokens:
+        step = self.max_num_batched_tokens
+        if not self.enable_chunked_prefill and isinstance(length, int) and length > step:
             raise ConfigError(
-                f"max-num-batched-tokens is {self.max_num_batched_tokens}, below max-model-len {length}: without chunked "
+                f"max-num-batched-tokens is {step}, below max-model-len {length}: without chunked "
                 "prefill a prompt must fit one step. Raise it, or leave chunked prefill on"
             )
 
@@ -181,8 +188,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         shown = "" if default is None or default == () else f" (default: {default})"
         if isinstance(default, bool):
             parser.add_argument(
-                flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=meta["help"] + shown
-            )
+                flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS,
+                help=meta["help"] + shown,
+            )  # fmt: skip
             continue
         parser.add_argument(
             flag, action="append" if meta["many"] else "store", default=argparse.SUPPRESS,
@@ -202,7 +210,7 @@ def engine_config(model: str, args: Sequence[str] | Mapping[str, Any] = ()) -> E
         return EngineConfig(model=model, **args)
     parser = _Parser(prog="octavo serve", add_help=False, allow_abbrev=False)
     add_engine_flags(parser)
-    values, unknown_args = parser.parse_known_args(list(args))
-    if unknown_args:
-        raise ConfigError(f"unknown engine flag {unknown_args[0]!r}: `octavo serve --help` lists what is allowed")
+    values, others = parser.parse_known_args(list(args))
+    if others:
+        raise ConfigError(f"unknown engine flag {others[0]!r}: `octavo serve --help` lists what is allowed")
     return EngineConfig(model=model, **vars(values))

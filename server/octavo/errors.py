@@ -1,7 +1,7 @@
 """The errors that a caller can act on: what was wrong, the value, what is allowed, what to do.
 
-The API turns each into the OpenAI error envelope with the status and code of its class; the command line prints
-the message as one line.
+The API turns each into the OpenAI error envelope with the status and code of its class; the command line
+prints the message as one line.
 """
 
 from __future__ import annotations

@@ -21,9 +21,7 @@ def test_the_table_of_flags_is_that_of_the_engine() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_links_to_exists(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)", page.read_text())
-    lost = [
-        link for link in links if not link.startswith("http") and not (page.parent / link).exists()
-    ]
+    lost = [link for link in links if not link.startswith("http") and not (page.parent / link).exists()]
     assert lost == []
 
 

@@ -119,7 +119,7 @@ def _randomise(model: Any) -> None:
 
 
 class Engine:
-    """An executor loaded once, and a fresh engine core over it for each run, with other settings if wanted."""
+    """An executor loaded once, and a fresh engine core over it for each run, with other settings if any."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
         self.settings = {"dtype": "float32", "device": "cpu", **settings}

@@ -171,7 +171,7 @@ def _http_server(app: ASGIApp, config: EngineConfig) -> _HttpServer:
 
 
 async def serve(server: Server) -> int:
-    """Run ``server``; SIGTERM drains it, Ctrl-C too but without the grace, and a second signal ends it at once."""
+    """Run ``server``; SIGTERM drains it, Ctrl-C too but without the grace; a second ends it at once."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, server.stop)
     loop.add_signal_handler(signal.SIGINT, lambda: server.stop(hurry=True))
