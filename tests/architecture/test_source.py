@@ -56,7 +56,8 @@ def test_no_error_is_swallowed() -> None:
 
 
 def test_a_module_is_named_for_what_it_holds() -> None:
-    assert [str(path) for path in SOURCES if path.stem in VAGUE or path.parent.name in VAGUE] == []
+    modules = [path for path in SOURCES if path.suffix == ".py"]
+    assert [str(path) for path in modules if path.stem in VAGUE or path.parent.name in VAGUE] == []
 
 
 def test_a_file_tells_one_story() -> None:
