@@ -8,7 +8,6 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -20,7 +19,7 @@ _DURATION_WEIGHT = 0.1
 # A load report may not have seen what was sent this many seconds before it was asked for.
 _REPORT_LAG_S = 0.25
 # Polls missed in a row until a silent engine counts as dead; one missed makes it the last choice.
-MISSES_UNTIL_DEAD = 2
+MISSES_UNTIL_DEAD = 3
 # How long an answer that has begun is kept open at an engine that is dead by all signs: it may only have been
 # slow.
 DEAD_ANSWER_S = 30.0
@@ -39,36 +38,31 @@ class Load(msgspec.Struct, frozen=True):
 class ModelInfo(msgspec.Struct, frozen=True):
     name: str
     aliases: list[str] = []
-    adapters: list[Any] = []
     max_model_len: int | None = None
-    vocab_size: int = 0
 
 
 class PromptInfo(msgspec.Struct, frozen=True):
-    tokenizer_digest: str = ""
-    template_digest: str = ""
+    tokenizer_digest: str | None = None
+    template_digest: str | None = None
 
 
 class KVInfo(msgspec.Struct, frozen=True):
     hash: str | None = None
-    root: str = ""
-    block_size: int = 0
-    num_blocks: int = 0
+    root: str | None = None
+    block_size: int | None = None
+    num_blocks: int | None = None
 
 
 class Limits(msgspec.Struct, frozen=True):
-    max_num_seqs: int = 0
-    max_num_batched_tokens: int = 0
-    max_queue: int = 0
+    max_num_seqs: int | None = None
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """``/server_info``; fields the router does not use are ignored, missing blocks mean "not known"."""
+    """What the router reads of ``/server_info``; null or missing (an engine that loads) means "not known"."""
 
     state: str
     epoch: str
     model: ModelInfo
-    version: str = ""
     prompt: PromptInfo | None = None
     kv: KVInfo | None = None
     limits: Limits | None = None
@@ -211,18 +205,14 @@ class Engine:
     def scheme(self) -> Scheme | None:
         """None when it publishes no hash scheme (prefix caching off) or no digests."""
         info = self.info
-        if (
-            info is None
-            or info.kv is None
-            or info.prompt is None
-            or not info.kv.hash
-            or info.kv.block_size < 1
-        ):
+        if info is None or info.kv is None or info.prompt is None:
             return None
-        prompt, kv = info.prompt, info.kv
-        if not kv.hash or not prompt.tokenizer_digest:
+        kv, prompt = info.kv, info.prompt
+        if not kv.hash or not kv.block_size or not prompt.tokenizer_digest:
             return None
-        return Scheme(kv.hash, kv.root, kv.block_size, prompt.tokenizer_digest, prompt.template_digest)
+        return Scheme(
+            kv.hash, kv.root or "", kv.block_size, prompt.tokenizer_digest, prompt.template_digest or ""
+        )
 
     def polled(self, info: ServerInfo, asked_at: float) -> bool:
         """Take in an answer of ``/server_info``. True when the engine has started anew (new epoch)."""
@@ -283,6 +273,7 @@ class Engine:
     def report(self, load: Load) -> None:
         """A fresh load report; what of it is our own is remembered, the rest belongs to others."""
         self.load = load
+        self.misses = 0
         self._own_at_report = len(self.flights)
         self._own_tokens_at_report = self.unstarted_prompt_tokens
 
@@ -307,7 +298,7 @@ class Engine:
         others = max(0, load.running + load.waiting - self._own_at_report)
         others_tokens = max(0, load.waiting_tokens - self._own_tokens_at_report)
         limits = (info.limits if info else None) or Limits()
-        blocks = info.kv.num_blocks if info and info.kv else 0
+        blocks = (info.kv.num_blocks if info and info.kv else None) or 0
         free = math.floor((1 - load.kv_usage) * blocks) - self.unstarted_blocks
         return Candidate(
             name=self.name,
@@ -315,7 +306,7 @@ class Engine:
             queued_tokens=others_tokens + self.unstarted_tokens,
             running=others + len(self.flights),
             rate=load.prefill_tokens_per_s,
-            slots=limits.max_num_seqs,
+            slots=limits.max_num_seqs or 0,
             blocks=blocks,
             free_blocks=max(0, free),
             mean_s=self.mean_s,

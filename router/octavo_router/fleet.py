@@ -22,9 +22,11 @@ from octavo_router.prefix import Exact, Prefix, rendezvous_key
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
-# An engine that works hard on few cores may be slow to answer; with two misses a silent one is out within
-# 2 x (timeout + interval).
+# An engine that works hard on few cores may be slow to answer. A silent one gets no new requests after the
+# first miss, and is given up after MISSES_UNTIL_DEAD x (timeout + interval).
 POLL_TIMEOUT_S = 2.0
+# A timeout that fires this late says that this process gets no CPU, nothing about the engine.
+OWN_LAG_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,9 @@ class Fleet:
         except (aiohttp.ClientConnectorError, ConnectionRefusedError) as error:
             self._missed(engine, f"{url} refused: {error}", refused=True)
         except TimeoutError:
+            if time.monotonic() - asked_at > (self._timeout.total or 0.0) + OWN_LAG_S:
+                log.warning("this router is short of CPU: a poll of %s ran late", engine.name)
+                return
             self._missed(engine, f"{url} did not answer within {self._timeout.total} s", refused=False)
         except (aiohttp.ClientError, OSError, ValueError, msgspec.DecodeError) as error:
             self._missed(engine, f"{url}: {error}", refused=False)
@@ -147,7 +152,7 @@ class Fleet:
             self.index.remove_endpoint(engine.name)
         if engine.state != state or engine.alive != alive:
             log.info("endpoint %s is %s", engine.name, engine.state)
-        if engine.info is not before and info.kv is not None and info.kv.num_blocks > 0:
+        if engine.info is not before and info.kv is not None and info.kv.num_blocks:
             self.index.set_capacity(engine.name, info.kv.num_blocks)
         if engine.scheme is not None and self.policy == "prefix-affinity":
             self.assets.want(engine.scheme, engine.endpoint.private_url)

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import ModelNotFound, OctavoError, Unavailable
 from octavo_router.client import Client
-from octavo_router.engine import Flight, decode_load
+from octavo_router.engine import Engine, Flight, decode_load
 from octavo_router.envelope import (
     BadBody,
     BodyTooLarge,
@@ -226,8 +226,9 @@ class Proxy:
             self._fleet.index.add(engine.name, hashes)
         outcome = "client_gone"
         try:
+            url = engine.endpoint.url + ask.route.path
             answer = await open_answer(
-                self._session, engine, engine.endpoint.url + ask.route.path, ask.raw, ask.headers
+                self._session, engine, url, ask.raw, ask.headers, lambda: self._others(ask.model, engine)
             )
             if answer.load is not None and (load := decode_load(answer.load)) is not None:
                 engine.report(load)
@@ -257,6 +258,9 @@ class Proxy:
         finally:
             flight.end(finished=outcome == "ok")
             self._metrics.requests.labels(engine.name, outcome).inc()
+
+    def _others(self, model: str, engine: Engine) -> bool:
+        return any(e.takes_work and model in e.names for e in self._fleet.engines.values() if e is not engine)
 
     async def _relay(self, answer: Answer, client: Client, engine: str) -> Tail:
         extra = {"x-octavo-engine": engine}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import aiohttp
@@ -25,6 +25,8 @@ _REPLACED = frozenset((b"host", b"content-length", b"expect", b"x-request-id"))
 WHOLE_ANSWER_BYTES = 2**20
 # The end of a stream in which its usage is looked for.
 _TAIL_BYTES = 8192
+# How long a request waits for a silent engine when there is no other.
+LAST_CHANCE_S = 5.0
 # Seconds to connect: engines are near.
 CONNECT_TIMEOUT_S = 2.0
 
@@ -92,9 +94,16 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, byte
 
 
 async def open_answer(
-    session: aiohttp.ClientSession, engine: Engine, url: str, body: bytes, headers: list[tuple[str, str]]
+    session: aiohttp.ClientSession,
+    engine: Engine,
+    url: str,
+    body: bytes,
+    headers: list[tuple[str, str]],
+    others: Callable[[], bool],
 ) -> Answer:
     """Send the request and wait for the first byte of its answer, as long as the engine lives.
+
+    An engine that falls silent may only be slow: while there are no ``others`` it gets LAST_CHANCE_S more.
 
     Raises ``Failed``: refused (nobody listens), reset (the connection broke), lost (the engine fell silent),
     busy (503 or 429; its answer is kept).
@@ -102,6 +111,8 @@ async def open_answer(
     task = asyncio.create_task(_first_byte(session, url, body, headers))
     try:
         await asyncio.wait((task, engine.lost), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and not others():
+            await asyncio.wait((task,), timeout=LAST_CHANCE_S)
     except asyncio.CancelledError:
         await _drop(task)
         raise
