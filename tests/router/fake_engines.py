@@ -267,7 +267,7 @@ class Site:
         """Rewrite the endpoints file."""
         write_endpoints(self._file, engines)
 
-    async def until(self, condition: Any, seconds: float = 10.0) -> None:
+    async def until(self, condition: Any, seconds: float = 30.0) -> None:
         """Wait for something that the router will notice by itself."""
         async with asyncio.timeout(seconds):
             while not condition():
@@ -329,7 +329,7 @@ async def serving(
             await engine.start()
     file = tmp_path / "endpoints.json"
     write_endpoints(file, engines)
-    defaults: dict[str, Any] = {"private_key": PRIVATE_KEY, "poll_interval_s": 0.1, "poll_timeout_s": 0.3}
+    defaults: dict[str, Any] = {"private_key": PRIVATE_KEY, "poll_interval_s": 0.1, "poll_timeout_s": 0.5}
     router = Router(RouterSettings(**{**defaults, **settings}), FileMembership(file))
     config = uvicorn.Config(
         build_app(router), host="127.0.0.1", port=0, log_config=None, access_log=False, server_header=False,
