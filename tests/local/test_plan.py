@@ -39,7 +39,7 @@ def replica(name: str, phase: str = "ready", spec: EngineSpec = NEW, retry_at: f
 def manifest(spec: str) -> str:
     return (
         "apiVersion: octavo.dev/v1alpha1\nkind: InferenceService\nmetadata: {name: tiny}\n"
-        f"spec: {{model: {{uri: 'file:///m.gguf'}}, engine: {{device: cpu}}, {spec}}}\n"
+        f"spec: {{model: {{uri: 'file:///m.gguf'}}, engine: {{device: cpu, kvCacheMemory: 64Mi}}, {spec}}}\n"
     )
 
 
@@ -119,6 +119,12 @@ def test_engines_share_out_the_cores() -> None:
     assert threads == [8, 4, 2, 1, 1]
 
 
+def test_engines_share_out_the_memory_unless_told_how_large_their_caches_are() -> None:
+    told = manifest("replicas: 3")
+    assert desired(load(told), "/m", 8).engine.memory_shares == 1
+    assert desired(load(told.replace(", kvCacheMemory: 64Mi", "")), "/m", 8).engine.memory_shares == 3
+
+
 def test_under_autoscaling_the_minimum_starts_with_the_share_of_the_maximum() -> None:
     service = load(manifest("autoscaling: {minReplicas: 1, maxReplicas: 4}"))
     assert (desired(service, "/m", 8).replicas, desired(service, "/m", 8).engine.threads) == (1, 2)
@@ -173,7 +179,9 @@ def test_an_edit_is_told_by_what_it_changes(edit: str, said: list[str]) -> None:
 
 def test_an_edit_that_changes_the_share_of_the_cores_says_so() -> None:
     old, new = (desired(load(manifest(f"replicas: {n}")), "/m", 8) for n in (2, 4))
-    assert changes(old, new)[1].startswith("threads of an engine 4 -> 2")
+    assert changes(old, new)[1].startswith(
+        "an engine's share of the machine changed from 4 threads to 2 threads"
+    )
 
 
 def test_what_only_a_cluster_applies_is_said() -> None:

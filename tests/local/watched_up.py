@@ -132,7 +132,7 @@ class File:
             "metadata": {"name": "tiny"},
             "spec": {
                 "model": {"uri": f"file://{self._model}"},
-                "engine": {"device": "cpu", "args": list(args)},
+                "engine": {"device": "cpu", "kvCacheMemory": "64Mi", "args": list(args)},
                 **({} if replicas is None else {"replicas": replicas}),
                 **spec,
             },

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 import octavo_kernels
-from octavo.worker.host import free_memory, set_threads
+from octavo.worker.host import engines_here, free_memory, set_threads
+from octavo.worker.sizing import cpu_cache_bytes
 
 MIB = 1 << 20
 
@@ -73,3 +74,10 @@ def test_threads_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert set_threads(ops) == 1
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert set_threads(ops) >= 1
+
+
+def test_engines_of_one_machine_divide_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OCTAVO_ENGINES_HERE", raising=False)
+    assert engines_here() == 1
+    monkeypatch.setenv("OCTAVO_ENGINES_HERE", "4")
+    assert cpu_cache_bytes(1000 * MIB, engines_here()) == cpu_cache_bytes(1000 * MIB) // 4

@@ -33,7 +33,11 @@ class Engine(Supervised):
         return self.spec.command(self.port, self.private_port)
 
     def environment(self) -> Mapping[str, str]:
-        return {"OCTAVO_PRIVATE_KEY": self._key, "OMP_NUM_THREADS": str(self.spec.threads)}
+        return {
+            "OCTAVO_PRIVATE_KEY": self._key,
+            "OMP_NUM_THREADS": str(self.spec.threads),
+            "OCTAVO_ENGINES_HERE": str(self.spec.memory_shares),
+        }
 
     async def watch(self) -> None:
         """Follow /startup, saying each stage, until the engine is up; then /ready."""

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from octavo_operator.resource import InferenceService, engine_args, router_args
+from octavo_operator.resource import InferenceService, engine_args, router_args, settings
 
 HOST = "127.0.0.1"
 SURGE = 1  # engines beyond the wanted number while a replacement is under way: each costs its memory twice
@@ -27,6 +27,7 @@ class EngineSpec:
     model: str  # path
     args: tuple[str, ...]
     threads: int
+    memory_shares: int = 1  # engines that divide the free memory between their caches
 
     def command(self, port: int, private_port: int) -> list[str]:
         """Arguments of ``octavo``."""
@@ -102,18 +103,23 @@ def desired(
 ) -> Desired:
     """The processes for ``service``. ``replicas``: the autoscaler's number, where it has decided one.
 
-    The engines share out the cores: each gets an equal, whole number of threads, at least one. Under
-    autoscaling the share is that of the maximum, so that scaling replaces no engine.
+    The engines share out the cores: each gets an equal, whole number of threads, at least one. Where
+    nothing says how large their caches are, they share out the memory too. Under autoscaling the share is
+    that of the maximum, so that scaling replaces no engine.
     """
     count = service.start_replicas if replicas is None else replicas
-    most = service.autoscaling.max_replicas if service.autoscaling else count
+    most = max(1, service.autoscaling.max_replicas if service.autoscaling else count)
+    sized = service.engine.device != "cpu" or settings(service).kv_cache_memory_bytes is not None
     keys = () if api_key_dir is None else (f"--api-key-dir={api_key_dir}",)
     return Desired(
         name=service.name,
         model_name=service.model.name,
         replicas=count,
         engine=EngineSpec(
-            model=model, args=(*engine_args(service), *keys), threads=max(1, cores // max(1, most))
+            model=model,
+            args=(*engine_args(service), *keys),
+            threads=max(1, cores // most),
+            memory_shares=1 if sized else most,
         ),
         router=RouterSpec(args=(*router_args(service), *keys)),
     )
@@ -179,14 +185,17 @@ def changes(old: Desired, new: Desired) -> list[str]:
         lines.append(f"replicas {old.replicas} -> {new.replicas}")
     if old.engine.model != new.engine.model or old.engine.args != new.engine.args:
         lines.append("the engine's settings changed: its replicas are replaced one by one")
-    elif old.engine.threads != new.engine.threads:
-        lines.append(
-            f"threads of an engine {old.engine.threads} -> {new.engine.threads}, as the replicas share the "
-            "cores: they are replaced one by one"
-        )
+    elif old.engine != new.engine:
+        shares = f"from {_share(old.engine)} to {_share(new.engine)}"
+        lines.append(f"an engine's share of the machine changed {shares}: they are replaced one by one")
     if old.router != new.router:
         lines.append("the router's settings changed: it is restarted")
     return lines
+
+
+def _share(engine: EngineSpec) -> str:
+    memory = f" and 1/{engine.memory_shares} of the memory" if engine.memory_shares > 1 else ""
+    return f"{engine.threads} threads{memory}"
 
 
 def only_in_a_cluster(service: InferenceService) -> list[str]:

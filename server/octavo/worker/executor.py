@@ -23,7 +23,7 @@ from octavo.models.config import ModelConfig, load_model_config
 from octavo.models.registry import model_class
 from octavo.worker import sizing
 from octavo.worker.gpu import gpu_budget
-from octavo.worker.host import free_memory, set_threads
+from octavo.worker.host import engines_here, free_memory, set_threads
 from octavo.worker.runner import ModelRunner
 from octavo_kernels import Ops
 
@@ -168,7 +168,7 @@ def _size(
         few = sizing.CacheSize(-(-config.max_num_batched_tokens // block), block, limit)
         budget = gpu_budget(runner_of(few), config.gpu_memory_utilization, device)
     else:
-        budget = sizing.cpu_cache_bytes(free_memory())
+        budget = sizing.cpu_cache_bytes(free_memory(), engines_here())
     shape = model.shape
     per_block = sizing.block_bytes(
         model.config.num_layers, block, shape.kv_heads, shape.head_dim, dtype.itemsize

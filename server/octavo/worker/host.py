@@ -26,6 +26,12 @@ def set_threads(ops: Ops) -> int:
     return threads
 
 
+def engines_here() -> int:
+    """Engines that share this memory, ours included: ``OCTAVO_ENGINES_HERE`` of `octavo up`, else one."""
+    told = os.environ.get("OCTAVO_ENGINES_HERE", "")
+    return max(1, int(told)) if told.isdigit() else 1
+
+
 def free_memory(root: Path = _ROOT) -> int:
     """Bytes that can still be allocated: the machine's available memory, and what each cgroup limit leaves.
 

@@ -53,9 +53,9 @@ def gpu_cache_bytes(
     return left
 
 
-def cpu_cache_bytes(free: int) -> int:
-    """Bytes for the pool on a CPU when nobody said: a share of the free memory."""
-    return int(free * CPU_SHARE)
+def cpu_cache_bytes(free: int, engines: int = 1) -> int:
+    """Bytes for the pool on a CPU when nobody said: a share of the free memory, which ``engines`` divide."""
+    return int(free * CPU_SHARE / engines)
 
 
 def wanted_cache_bytes(wanted: int, free: int) -> int:
