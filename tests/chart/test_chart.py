@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -225,3 +226,14 @@ def test_a_misspelt_key_or_a_wrong_value_is_refused_by_name(values: dict[str, An
     done = run("template", "rel", str(CHART), values=values)
     assert done.returncode != 0
     assert named in done.stderr
+
+
+def test_every_value_that_the_readme_names_exists() -> None:
+    text = (CHART / "README.md").read_text()
+    named = set(re.findall(r"--set '?([A-Za-z.]+)=", text)) | {
+        "imagePullSecrets",
+        "workloadImagePullSecrets",
+        "crds.install",
+    }
+    assert named <= set(SETTINGS)
+    assert all(f"`{key}" in text or f"{key}=" in text for key in named)
