@@ -18,6 +18,27 @@ def test_the_table_of_flags_is_that_of_the_engine() -> None:
     )
 
 
+def test_the_table_of_routes_is_that_of_the_engine_and_of_the_router() -> None:
+    from octavo.api.openai_routes import openai_routes
+    from octavo.api.private_routes import private_routes
+    from octavo.api.probes import probe_routes
+    from octavo.api.service import Service
+    from octavo.api.tokenize_routes import tokenize_routes
+    from octavo.config import engine_config
+    from octavo_router.proxy import ROUTES
+
+    service = Service(engine_config("/model"), None)
+    routers = [routes(service) for routes in (openai_routes, tokenize_routes, probe_routes)]
+    routers.append(private_routes(service, lambda: None))
+    built = {route.path.replace(":path", "") for router in routers for route in router.routes}
+    rows = [
+        line.split("|")[1] for line in (ROOT / "docs/routes.md").read_text().splitlines() if "| `" in line
+    ]
+    written = {path for row in rows for path in re.findall(r"(/[\w/{}.]+)", row)}
+    assert written == built
+    assert {route.path for route in ROUTES} <= written
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_links_to_exists(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)", page.read_text())

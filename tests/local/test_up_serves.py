@@ -1,6 +1,6 @@
 """`octavo up` with real engines, the real router and the example's real model."""
 
-import json
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -71,20 +71,16 @@ def test_a_service_lives_through_edits_and_ctrl_c_ends_it_all(started: Started, 
     assert alive(below) == []
 
 
-def test_nothing_is_left_when_up_is_killed(started: Started, example: Callable) -> None:
+def test_others_lack_the_private_key_and_nothing_is_left_when_up_is_killed(
+    started: Started, example: Callable
+) -> None:
     up = started("-f", str(example(1)), real=True)
     up.line("serving until Ctrl-C", START_S)
     below = up.children()
     assert len(below) >= 3  # the router, the API process and its engine
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{up.endpoints()[0]['private_url']}/server_info", timeout=10)
     up.process.kill()
     until(lambda: not alive(below))
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{up.port}/live", timeout=5)
-
-
-def test_engines_and_router_share_a_key_that_others_lack(started: Started, example: Callable) -> None:
-    up = started("-f", str(example(1)), real=True)
-    up.line("serving until Ctrl-C", START_S)
-    private = json.loads((up.folder / "endpoints.json").read_text())["endpoints"][0]["private_url"]
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(f"{private}/server_info", timeout=10)
