@@ -107,7 +107,7 @@ class Running:
         return self.http.post(self.url + path, json=body, **options)
 
     def wait_ready(self) -> None:
-        for _ in range(600):
+        for _ in range(1200):
             if self.get("/ready").status_code == 200:
                 return
             self.thread.join(0.1)
@@ -134,13 +134,14 @@ def total_of(samples: list[Any], name: str, **labels: str) -> float:
 
 
 @contextlib.contextmanager
-def serving(model: Path, engine: EngineClient, *, ready: bool = True, **settings: Any) -> Iterator[Running]:
+def serving(
+    model: Path | str, engine: EngineClient, *, ready: bool = True, **settings: Any
+) -> Iterator[Running]:
     defaults = {"served_model_name": ("tiny", "alias"), "port": 0, "private_port": 0, "drain_grace_s": 0.5}
     config = EngineConfig(model=str(model), **{**defaults, **settings})
     running = Running(Server(config, engine))
     try:
-        if ready:
-            running.wait_ready()
+        running.wait_ready()
         yield running
     finally:
         running.stop()
@@ -150,10 +151,12 @@ def serving(model: Path, engine: EngineClient, *, ready: bool = True, **settings
 
 @pytest.fixture(scope="session")
 def serve(model_folder: Path) -> Any:
-    """``with serve("fast", max_queue=4) as running``: a server over the named scripted executor."""
+    """``with serve("fast", max_queue=4) as running``: a server over the named scripted executor, None for
+    the real one.
+    """
 
-    def start(executor: str, model: Path = model_folder, **settings: Any) -> Any:
-        return serving(model, ScriptedEngine(executor), **settings)
+    def start(executor: str | None, model: Path | str = model_folder, **settings: Any) -> Any:
+        return serving(model, ScriptedEngine(executor) if executor else EngineClient(), **settings)
 
     return start
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from octavo.errors import ModelLoadError
-from octavo.prompt.gguf_metadata import read_gguf_metadata
 from octavo.prompt.gguf_tokenizer import adds_bos, tokenizer_json
 
 CORPUS = [
@@ -112,16 +111,3 @@ def test_llama_bpe_adds_bos_unless_the_file_says_otherwise() -> None:
     }
     assert adds_bos(metadata)
     assert not adds_bos({**metadata, "tokenizer.ggml.add_bos_token": False})
-
-
-def test_a_file_that_is_no_gguf_file_or_ends_early_is_refused(tmp_path: Any) -> None:
-    wrong = tmp_path / "wrong.gguf"
-    wrong.write_bytes(b"PK\x03\x04 something else")
-    with pytest.raises(ModelLoadError, match="not a GGUF file"):
-        read_gguf_metadata(wrong)
-    short = tmp_path / "short.gguf"
-    short.write_bytes(
-        b"GGUF" + (3).to_bytes(4, "little") + (1).to_bytes(8, "little") + (5).to_bytes(8, "little") + b"\xff"
-    )
-    with pytest.raises(ModelLoadError, match="not a whole GGUF file"):
-        read_gguf_metadata(short)

@@ -16,7 +16,7 @@ import msgspec
 
 from octavo.config import EngineConfig
 from octavo.errors import ModelLoadError
-from octavo.prompt.gguf_metadata import read_gguf_metadata
+from octavo.gguf_file import GGUFFile
 from octavo.prompt.gguf_tokenizer import tokenizer_json
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -88,7 +88,8 @@ def load_assets(path: Path, config: EngineConfig | None = None) -> PromptAssets:
 
 
 def _from_gguf(path: Path, kwargs: dict[str, Any]) -> PromptAssets:
-    metadata = read_gguf_metadata(path)
+    with GGUFFile(path) as file:
+        metadata = file.metadata
     text = tokenizer_json(metadata)
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
