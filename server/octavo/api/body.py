@@ -13,6 +13,9 @@ from octavo.api.errors import BodyTooLarge, UnsupportedMediaType
 from octavo.errors import InvalidRequest
 
 MAX_BODY_BYTES = 32 * 2**20  # a prompt of a million token ids fits four times
+# So much of a body that is too large is still taken in and thrown away: a client that writes all before it
+# reads would otherwise find its connection reset, and no answer.
+LINGER_BYTES = MAX_BODY_BYTES
 
 
 async def read_body(request: Request) -> bytes:
@@ -25,14 +28,22 @@ async def read_body(request: Request) -> bytes:
             f"the body's content type is {kind!r}: send JSON with the header Content-Type: application/json"
         )
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
-        raise BodyTooLarge(f"the body has {declared} bytes: at most {MAX_BODY_BYTES} are read")
-    body = bytearray()
+    if declared.isdigit() and int(declared) > MAX_BODY_BYTES + LINGER_BYTES:
+        raise _too_large()
+    body, size = bytearray(), 0
     async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLarge(f"the body has more than {MAX_BODY_BYTES} bytes")
+        size += len(chunk)
+        if size > MAX_BODY_BYTES + LINGER_BYTES:
+            break
+        if size <= MAX_BODY_BYTES:
+            body += chunk
+    if size > MAX_BODY_BYTES:
+        raise _too_large()
     return bytes(body)
+
+
+def _too_large() -> BodyTooLarge:
+    return BodyTooLarge(f"the body is too large: at most {MAX_BODY_BYTES} bytes are read")
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
