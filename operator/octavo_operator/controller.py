@@ -170,7 +170,9 @@ class ServiceLoop:
             return RESYNC_S  # deleted; the watch will say so
         generation = body["metadata"]["generation"]
         try:
-            service = resource.from_body(body)
+            service, unknown = resource.from_stored(body)
+            if unknown:
+                log.warning("%s/%s: not known to this version, left aside: %s", *self.key, ", ".join(unknown))
             if service.external_scaler and service.replicas is None:
                 await self._first_replicas(body, service.start_replicas)
             if not service.paused:

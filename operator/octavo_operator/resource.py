@@ -133,7 +133,7 @@ def load(text: str) -> InferenceService:
 
 
 def from_body(body: Mapping[str, Any]) -> InferenceService:
-    """An object of the API server, or to be sent there; ``status`` is not read. Raises ``ConfigError``."""
+    """An object to be sent to the API server; ``status`` is not read. Raises ``ConfigError``."""
     if body.get("apiVersion") != API_VERSION:
         raise ConfigError(
             f"apiVersion: {body.get('apiVersion')!r} is not known: give {API_VERSION}", param="apiVersion"
@@ -153,6 +153,16 @@ def from_body(body: Mapping[str, Any]) -> InferenceService:
     _refuse_reserved(service.engine.args)
     settings(service)
     return service
+
+
+def from_stored(body: Mapping[str, Any]) -> tuple[InferenceService, list[str]]:
+    """An object of the API server, and the paths of fields unknown to us: its CRD may be newer than this code.
+
+    Raises ``ConfigError`` for what the CRD cannot see, such as an engine flag that does not exist.
+    """
+    spec, unknown = schema.pruned(body.get("spec", {}), schema.at("spec"), "spec")
+    metadata = {key: value for key, value in body["metadata"].items() if key in _METADATA}
+    return from_body({**body, "metadata": metadata, "spec": spec}), unknown
 
 
 def engine_args(service: InferenceService) -> list[str]:

@@ -92,6 +92,33 @@ def with_defaults(value: Any, node: Node) -> Any:
     return value
 
 
+def pruned(value: Any, node: Node, path: str = "") -> tuple[Any, list[str]]:
+    """``value`` without the fields that the schema does not know, and the paths of those."""
+    if isinstance(value, list):
+        parts = [pruned(item, node.get("items", {}), f"{path}[{i}]") for i, item in enumerate(value)]
+        return [part for part, _ in parts], [lost for _, some in parts for lost in some]
+    if not isinstance(value, dict):
+        return value, []
+    kept, lost = {}, []
+    for name, item in value.items():
+        child, free = _child(node, name)
+        if child is not None:
+            kept[name], inner = pruned(item, child, _join(path, name))
+            lost += inner
+        elif free:
+            kept[name] = item
+        else:
+            lost.append(_join(path, name))
+    return kept, lost
+
+
+def _child(node: Node, name: str) -> tuple[Node | None, bool]:
+    """The schema of a field, and whether one without a schema may be there."""
+    properties, others = node.get("properties", {}), node.get("additionalProperties")
+    free = bool(node.get("x-kubernetes-preserve-unknown-fields")) or (not properties and others is None)
+    return properties.get(name, others), free
+
+
 def check(value: Any, node: Node, path: str = "") -> None:
     """Raise ``ConfigError`` for the first field that the API server would refuse (``param`` is its path)."""
     for field, message in _structural(value, node, path):
@@ -135,14 +162,13 @@ def _object(value: dict[str, Any], node: Node, path: str) -> Iterator[tuple[str,
             yield _join(path, name), "Required value"
     if len(value) > node.get("maxProperties", len(value)):
         yield path, f"Too many: {len(value)}: must have at most {node['maxProperties']} items"
-    properties, others = node.get("properties", {}), node.get("additionalProperties")
-    free = node.get("x-kubernetes-preserve-unknown-fields") or (not properties and others is None)
     for name, item in value.items():
-        child = properties.get(name, others)
+        child, free = _child(node, name)
         if child is not None:
             yield from _structural(item, child, _join(path, name))
         elif not free:
-            yield _join(path, name), f"unknown field; known here are {', '.join(sorted(properties))}"
+            known = ", ".join(sorted(node.get("properties", {})))
+            yield _join(path, name), f"unknown field; known here are {known}"
 
 
 def _scalar(value: Any, node: Node, path: str) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from octavo.errors import ConfigError
-from octavo_operator.resource import engine_args, load, router_args
+from octavo_operator.resource import engine_args, from_stored, load, router_args
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "manifests/examples").glob("*.yaml"))
@@ -164,6 +164,15 @@ def test_a_text_that_is_no_inference_service_is_refused(text: str, words: str) -
 def test_other_objects_in_the_file_are_left_alone() -> None:
     secret = "apiVersion: v1\nkind: Secret\nmetadata: {name: keys}\n"
     assert load(secret + "---\n" + manifest()).name == "smollm2"
+
+
+def test_fields_of_a_newer_crd_are_left_aside_in_what_the_api_server_stored_but_refused_in_a_file() -> None:
+    text = manifest(comment="new", engine__novel={"a": 1}, engine__dtype="float32")
+    service, unknown = from_stored(yaml.safe_load(text))
+    assert set(unknown) == {"spec.comment", "spec.engine.novel"}
+    assert service.engine.dtype == "float32"
+    with pytest.raises(ConfigError, match="unknown field"):
+        load(text)
 
 
 def test_a_null_takes_the_default() -> None:
