@@ -156,7 +156,7 @@ def from_body(body: Mapping[str, Any]) -> InferenceService:
 
 
 def from_stored(body: Mapping[str, Any]) -> tuple[InferenceService, list[str]]:
-    """An object of the API server, and the paths of fields unknown to us: its CRD may be newer than this code.
+    """An object of the API server, and the paths of fields we do not know: its CRD may be newer than we are.
 
     Raises ``ConfigError`` for what the CRD cannot see, such as an engine flag that does not exist.
     """
