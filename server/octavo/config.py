@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -40,7 +41,7 @@ def parse_max_model_len(text: str | int) -> int | str:
     """A number of tokens, or ``auto`` (also -1): the longest that fits the cache."""
     if str(text) in ("auto", "-1"):
         return "auto"
-    if not str(text).isdigit() or int(text) == 0:
+    if not str(text).isdecimal() or int(text) == 0:
         raise ConfigError(f"max-model-len is {text!r}: give a number of tokens, or auto (-1) for what fits")
     return int(text)
 
@@ -87,7 +88,7 @@ class EngineConfig:
     port: int = _setting(8000, "public port", low=0, high=65535)
     private_port: int = _setting(8001, "port for the router and the operator", low=0, high=65535)
     device: str = _setting("auto", "where the model runs", choices=DEVICES)
-    dtype: str = _setting("auto", "type of weights and activations; auto: bfloat16", choices=DTYPES)
+    dtype: str = _setting("auto", "type of weights and activations; auto: the checkpoint's", choices=DTYPES)
     gpu_memory_utilization: float = _setting(0.92, "share of GPU memory to use", low=0.01, high=1.0)
     kv_cache_memory_bytes: int | None = _setting(
         None, "size of the KV cache, e.g. 256Mi; default on CPU: a share of free memory", parse=parse_size
@@ -140,28 +141,36 @@ class EngineConfig:
 
 
 def _validated(field: dataclasses.Field[Any], value: Any) -> Any:
+    """The value in its setting's own type, from a flag's text or a keyword's value; None is the default."""
     meta, flag = field.metadata, field.name.replace("_", "-")
+    if value is None or value == field.default:
+        return field.default
     if meta["off"] is not None:
-        if value == field.default or value in meta["off"]:
+        if str(value) in map(str, (field.default, *meta["off"])):
             return field.default
         allowed = " or ".join(str(v) for v in meta["off"])
         raise ConfigError(f"{flag} is {value!r}: not supported yet; leave it out or give {allowed}")
-    if value is None or (isinstance(value, str) and value == field.default):
-        return value
     if meta["many"]:
         return (value,) if isinstance(value, str) else tuple(value)
     if meta["parse"]:
         return meta["parse"](value)
     if meta["choices"] and value not in meta["choices"]:
         raise ConfigError(f"{flag} is {value!r}: choose one of {', '.join(meta['choices'])}")
+    if isinstance(field.default, bool) and not isinstance(value, bool):
+        raise ConfigError(f"{flag} is {value!r}: it must be True or False")
     if isinstance(field.default, (bool, str)) or field.default is None:
         return value
-    kind = int if isinstance(field.default, int) else float
+    return _number(flag, value, isinstance(field.default, int), meta["low"], meta["high"])
+
+
+def _number(flag: str, value: Any, whole: bool, low: float | None, high: float | None) -> float:
     try:
-        number = kind(value)
-    except (TypeError, ValueError) as error:
+        number = int(value) if whole else float(value)
+        same = math.isfinite(number) and (isinstance(value, str) or number == value)
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{flag} is {value!r}: it must be a number") from error
-    low, high = meta["low"], meta["high"]
+    if not same:
+        raise ConfigError(f"{flag} is {value!r}: it must be a {'whole' if whole else 'finite'} number")
     if (low is not None and number < low) or (high is not None and number > high):
         raise ConfigError(f"{flag} is {value!r}: it must be {_bounds(low, high)}")
     return number
