@@ -14,6 +14,7 @@ import msgspec
 import tqdm
 
 from octavo.config import engine_config
+from octavo.core.generation_config import not_applied, sampling_defaults
 from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats, FinishReason
 from octavo.core.plan import TokenLogprobs
 from octavo.core.sampling_params import SamplingParams
@@ -27,6 +28,7 @@ from octavo.prompt.text_stream import TextStream
 Prompt: TypeAlias = str | Mapping[str, Any] | list[int]  # a text, {"prompt_token_ids": ids}, or ids
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 
+_CHAT_FIELDS = {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
 _log = logging.getLogger("octavo.llm")
 
 
@@ -65,7 +67,10 @@ class LLM:
 
         self.config = engine_config(model, settings)
         path = fetch(model, None, _log.info)
-        self.renderer = PromptRenderer(load_assets(path, self.config))
+        assets = load_assets(path, self.config)
+        if missing := not_applied(assets.generation_config):
+            _log.warning("the model's generation_config.json asks for %s: not applied", ", ".join(missing))
+        self.renderer = PromptRenderer(assets)
         executor = build_executor(self.config, path, lambda stage, detail: _log.info("%s %s", stage, detail))
         self.engine = EngineCore(self.config, executor)
         self._calls = itertools.count()
@@ -75,7 +80,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; answers come in the order of the prompts.
 
-        ``params`` is one for all or one for each. Raises ``InvalidRequest`` before anything runs.
+        ``params`` is one for all or one for each; without, the model's own defaults. Raises
+        ``InvalidRequest`` before anything runs.
         """
         alone = isinstance(prompts, (str, Mapping)) or (bool(prompts) and isinstance(prompts[0], int))
         each: Sequence[Any] = [prompts] if alone else list(prompts)
@@ -95,16 +101,16 @@ class LLM:
         ``fields`` are those of a chat request: ``add_generation_prompt``, ``continue_final_message``,
         ``chat_template_kwargs``.
         """
-        if unknown := set(fields) - {
-            "add_generation_prompt",
-            "continue_final_message",
-            "chat_template_kwargs",
-        }:
+        if unknown := set(fields) - _CHAT_FIELDS:
             raise InvalidRequest(f"chat does not know {min(unknown)!r}", param=min(unknown))
         each = [messages] if messages and isinstance(messages[0], Mapping) else messages
         rendered = [self.renderer.render({**fields, "messages": list(one)}) for one in each]
         texts = [(text, self.renderer.encode(text, add_special_tokens=False)) for text in rendered]
         return self._run(texts, params, use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without ``params`` get: the model's ``generation_config.json``, else our own."""
+        return sampling_defaults(self.renderer.assets.generation_config)
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
@@ -122,15 +128,20 @@ class LLM:
                 text, prompt = prompt.get("prompt"), prompt[known[0]]
             else:
                 text = prompt if isinstance(prompt, str) else None
-            return text, self.renderer.completion(prompt)[0]
+            each = self.renderer.completion(prompt)
+            if len(each) != 1:
+                raise InvalidRequest(f"{len(each)} prompts in the place of one: give them side by side")
+            return text, each[0]
         except InvalidRequest as error:
             raise InvalidRequest(f"prompts[{index}]: {error.message}", param="prompt") from error
 
     def _run(
         self, prompts: Sequence[tuple[str | None, list[int]]], params: Params, use_tqdm: bool
     ) -> list[RequestOutput]:
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise InvalidRequest(
                 f"{len(params)} sampling params for {len(prompts)} prompts: give 1 or one each"

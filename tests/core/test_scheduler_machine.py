@@ -56,6 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = self.bench.scheduler
         self.wanted: dict[str, tuple[list[int], int]] = {}
         self.aborted: set[str] = set()
+        self.lost: set[str] = set()
 
     @rule(requests=st.lists(REQUEST, min_size=1, max_size=5))
     def add(self, requests):
@@ -114,6 +115,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.bench.executor.faulty.add(name)
 
     @rule()
+    def a_step_breaks_off(self):
+        self.scheduler.schedule()
+        self.lost |= {output.request_id for output in self.scheduler.lose_step()}
+
+    @rule()
     def reset_prefix_cache(self):
         self.scheduler.reset_prefix_cache()
 
@@ -133,6 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def limits_hold_and_order_is_that_of_arrival(self):
         assert len(self.scheduler.running) <= self.bench.settings.max_num_seqs
+        assert all(r.num_tokens - r.num_computed_tokens <= 1 for r in self.scheduler.running[:-1])
         order = [int(r.request_id[1:]) for r in (*self.scheduler.running, *self.scheduler.waiting)]
         assert order == sorted(order)
         for plan in self.bench.executor.plans[-1:]:
@@ -148,7 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name, (prompt, max_tokens) in self.wanted.items():
             alone = executor.alone(prompt, max_tokens, [EOS])
             made, endings = self.bench.tokens(name), [o.finish_reason for o in self.bench.outputs[name]]
-            if name in self.aborted:
+            if name in self.aborted | self.lost:
                 assert alone[: len(made)] == made and not any(endings)
             elif endings[-1] == "error":
                 assert name in executor.faulty and alone[: len(made)] == made

@@ -59,6 +59,29 @@ def test_an_aborted_request_gives_its_last_output_with_the_next_step(core, reque
     ]
 
 
+def test_an_interrupted_step_ends_its_requests_and_leaves_nothing_of_it_to_find(core, request_of):
+    executor = Executor()
+    engine = core(executor, max_num_seqs=2)
+    prompt = [5] * 64
+    engine.add([request_of("a", prompt=prompt), request_of("b"), request_of("waits")])
+    run, executor.execute = executor.execute, lambda plan: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    executor.execute = run
+    first = engine.step()
+    assert [(o.request_id, o.finish_reason) for o in first] == [
+        ("a", "error"),
+        ("b", "error"),
+        ("waits", None),
+    ]
+    engine.add([request_of("again", prompt=prompt)])
+    (again,) = [o for o in engine.step() if o.request_id == "again"]
+    assert again.token_ids == [7] and again.num_cached_tokens == 0
+    while engine.has_work:
+        engine.step()
+    assert engine.stats().kv_usage == 0
+
+
 def test_what_it_says_of_its_cache_is_what_a_router_needs(core):
     engine = core(prefix_caching_hash_algo="xxhash", block_size=8)
     assert engine.kv == {

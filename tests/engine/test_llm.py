@@ -53,6 +53,14 @@ def llm(tmp_path_factory):
     (folder / "config.json").write_text(json.dumps(config))
     named = {"eos_token": "</s>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    generation = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": None,
+        "max_new_tokens": 6,
+        "repetition_penalty": 1.1,
+    }
+    (folder / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": size - 1}))
     kv = HIDDEN // HEADS * KV_HEADS
     shapes = {"embed_tokens": (size, HIDDEN), "norm": (HIDDEN,)}
     for layer in range(LAYERS):
@@ -104,6 +112,14 @@ def test_answers_come_in_the_order_of_the_prompts_whatever_their_length(llm, cap
     assert alone[0].outputs[0].token_ids == outputs[6].outputs[0].token_ids
     assert capsys.readouterr().err == ""
     assert llm.stats().kv_usage == 0
+
+
+def test_without_params_the_models_own_defaults_hold(llm):
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=3, max_tokens=6)
+    chat = [{"role": "user", "content": "hi"}]
+    for (output,) in (llm.generate("p", use_tqdm=False), llm.chat(chat, use_tqdm=False)):
+        (sample,) = output.outputs
+        assert sample.finish_reason == "stop" or len(sample.token_ids) == 6
 
 
 def test_samples_differ_repeat_by_seed_and_share_their_prompt(llm):
@@ -177,6 +193,8 @@ def test_what_cannot_be_served_is_refused_by_place_before_anything_runs(llm):
         llm.generate("", GREEDY)
     with pytest.raises(InvalidRequest, match=r"prompts\[0\]: a prompt is a text"):
         llm.generate([{"text": "x"}], GREEDY)
+    with pytest.raises(InvalidRequest, match=r"prompts\[1\]: 2 prompts in the place of one"):
+        llm.generate(["a", ["b", "c"]], GREEDY)
     with pytest.raises(InvalidRequest, match="1 sampling params for 2 prompts"):
         llm.generate(["a", "b"], [GREEDY])
     assert llm.stats().steps == steps and llm.generate([], GREEDY) == []

@@ -81,9 +81,7 @@ class Scheduler:
         self._clock = clock
         self._rate = PrefillRate()
         self._step = 0
-        self._in_flight: list[Request] | None = (
-            None  # those of the plan that was not updated yet, in its order
-        )
+        self._in_flight: list[Request] | None = None  # of the plan that was not updated yet, in its order
         self._started = 0.0
         self._preemptions = self._prompt_tokens = self._generation_tokens = 0
         self._cache_queries = self._cache_hits = 0
@@ -152,12 +150,12 @@ class Scheduler:
                 budget -= self._plan_row(request, budget, rows)
                 planned.append(request)
                 index += 1
-        while (
-            self.waiting and budget > 0 and not preempted and len(self.running) < self.settings.max_num_seqs
-        ):
+        seats = 0 if preempted else self.settings.max_num_seqs - len(self.running)
+        while self.waiting and budget > 0 and seats > 0:
             request = self.waiting[0]
             if not self._admit(request, budget, alone=not self.running):
                 break
+            seats -= 1
             budget -= self._plan_row(request, budget, rows)
             planned.append(request)
         if not rows:
@@ -236,6 +234,17 @@ class Scheduler:
                 outputs.append(self._take_tokens(request, drawn, now))
         if any(output.finish_reason is not None for output in outputs):
             self.running = [request for request in self.running if not request.finished]
+        return outputs
+
+    def lose_step(self) -> list[EngineOutput]:
+        """The planned step broke off: its sequences end, and what their blocks were to hold is forgotten.
+
+        Returns their last outputs; without a step under way there are none.
+        """
+        planned, self._in_flight = self._in_flight or [], None
+        lost = [request for request in planned if not request.finished]
+        outputs = [self._finish(request, [], "error", error="the step broke off") for request in lost]
+        self.running = [request for request in self.running if not request.finished]
         return outputs
 
     def _take_tokens(self, request: Request, drawn: RowResult, now: float) -> EngineOutput:

@@ -114,13 +114,21 @@ class EngineCore:
         return bool(self._ended) or self._scheduler.has_requests
 
     def step(self) -> list[EngineOutput]:
-        """Run one step, if there is anything to compute. What the executor raises is fatal."""
+        """Run one step, if there is anything to compute.
+
+        What the executor raises, and an interrupt from the keyboard, ends the requests of the step.
+        """
         outputs, self._ended = self._ended, []
         plan = self._scheduler.schedule()
         if plan is not None:
             if self._foretell is not None and (seconds := self._expected_s(plan)) > LONG_STEP_S:
                 self._foretell(seconds)
-            outputs += self._scheduler.update(plan, self._executor.execute(plan))
+            try:
+                result = self._executor.execute(plan)
+            except BaseException:  # an interrupt too: a notebook's user goes on with the same engine
+                self._ended = outputs + self._scheduler.lose_step()
+                raise
+            outputs += self._scheduler.update(plan, result)
         return outputs
 
     def _expected_s(self, plan: StepPlan) -> float:
