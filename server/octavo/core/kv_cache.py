@@ -108,7 +108,7 @@ class KVCache:
 
     def grow(self, request: Request) -> bool:
         """Give a running sequence blocks for all its tokens; False, and nothing done, if too few are free."""
-        missing = -(-request.num_tokens // self.block_size) - len(request.block_tables[0])
+        missing = -(-len(request.token_ids) // self.block_size) - len(request.block_tables[0])
         if missing <= 0:
             return True
         if missing * len(self.groups) > self.pool.num_free:

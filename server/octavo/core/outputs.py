@@ -38,7 +38,7 @@ class RequestTimes(msgspec.Struct, frozen=True):
     finished: float = 0.0
 
 
-class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New tokens of one request. Each request ends with exactly one output whose ``finish_reason`` is set.
 
     ``stop_reason`` is the stop token's id when it was not the model's end of sequence. ``num_cached_tokens``

@@ -1,11 +1,15 @@
-"""The step plan: what the scheduler asks of an executor, and what comes back. Plain values, no tensors."""
+"""The step plan: what the scheduler asks of an executor, and what comes back. Plain values, no tensors.
+
+What is made once a row and step is kept from the garbage collector (``gc=False``): it lies in no cycle, and
+hundreds a step would set the collector off in every one.
+"""
 
 from __future__ import annotations
 
 import msgspec
 
 
-class SampleSpec(msgspec.Struct, frozen=True):
+class SampleSpec(msgspec.Struct, frozen=True, gc=False):
     """How to draw the next token of one row.
 
     The draw is a pure function of (seed, sample_index, position): the same whatever the batch, and replayable
@@ -21,7 +25,7 @@ class SampleSpec(msgspec.Struct, frozen=True):
     logprobs: int | None = None
 
 
-class Row(msgspec.Struct, frozen=True):
+class Row(msgspec.Struct, frozen=True, gc=False):
     """One sequence's share of a step: tokens to compute at positions ``start``, ``start + 1``, ...
 
     ``block_tables`` holds one list of physical block numbers per KV group, long enough for the last token
@@ -57,7 +61,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: list[tuple[int, float]]
 
 
-class RowResult(msgspec.Struct, frozen=True):
+class RowResult(msgspec.Struct, frozen=True, gc=False):
     """Tokens drawn for one row: one, or more with speculation; none when ``sample`` was None.
 
     ``error`` is set when this row alone failed (for instance NaN logits).

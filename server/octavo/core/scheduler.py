@@ -166,10 +166,10 @@ class Scheduler:
 
     def _plan_row(self, request: Request, budget: int, rows: list[Row]) -> int:
         """Plan the next tokens of a sequence that has its blocks. Returns how many."""
-        start = request.num_computed_tokens
-        end = min(len(request.token_ids), start + budget)
+        start, total = request.num_computed_tokens, len(request.token_ids)
+        end = min(total, start + budget)
         sample = None
-        if end == len(request.token_ids):
+        if end == total:
             sampling = request.request.sampling
             sample = SampleSpec(
                 sampling.temperature,
@@ -328,9 +328,10 @@ class Scheduler:
     def _waiting_tokens(self) -> int:
         """Tokens to compute before the last of the queue draws its first: waiting, or of prompts begun."""
         queued = sum(len(request.token_ids) for request in self.waiting)
-        return queued + sum(
-            max(0, len(request.token_ids) - request.num_computed_tokens - 1) for request in self.running
-        )
+        if self.running:  # only the last of them can be amid its prompt
+            last = self.running[-1]
+            queued += max(0, len(last.token_ids) - last.num_computed_tokens - 1)
+        return queued
 
     def _retry_after(self) -> int:
         rate = self.prefill_tokens_per_s
