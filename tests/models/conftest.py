@@ -138,7 +138,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams] | int, **changed: Any
     ) -> list[list[EngineOutput]]:
-        """Run to the end -> the outputs of each prompt. ``params`` as a number: so many greedy tokens."""
+        """Run to the end -> the outputs of each prompt. ``params`` as a number: so many greedy ones."""
         self.core = EngineCore(self.config(**changed), self.executor)
         return self.again(prompts, params)
 
