@@ -198,6 +198,7 @@ def main(argv: list[str] | None = None) -> None:
     limits = f"read {read / 1e9:.1f} GB/s, bf16 matmul {matmul_peak(threads) / 1e9:.0f} GFLOP/s"
     print(f"limits: {limits}, {threads} threads")
     print(f"weights {weights / 1e6:.0f} MB: at most {read / weights:.0f} tokens/s at batch 1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines end too
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         engines = []

@@ -46,6 +46,7 @@ TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 24, "query_pre_attn_scalar": 20, "num_hidden_layers": 4,
         "layer_types": [SLIDE, SLIDE, FULL, SLIDE],
     },
+    "gemma3_plain": {"sliding_window": 24, "query_pre_attn_scalar": 16},
     "gemma3_softcap": {"sliding_window": 32, "num_hidden_layers": 7, "final_logit_softcapping": 8.0},
 }  # fmt: skip
 CLASSES = {

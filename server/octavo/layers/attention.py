@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import Tensor
 
-from octavo.layers.batch import ForwardBatch
+from octavo.layers.batch import ActivationShape, ForwardBatch
 from octavo.layers.linear import COLUMNS, ROWS, Linear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.weights import Weights
@@ -33,18 +33,21 @@ class Attention:
     read blocks which other rows of it fill.
     """
 
-    def __init__(self, ops: Ops, weights: Weights, name: str, settings: AttentionSettings) -> None:
+    def __init__(
+        self, ops: Ops, weights: Weights, name: str, shape: ActivationShape, settings: AttentionSettings
+    ) -> None:
         self._rotary, self._write, self._attend = ops.rotary, ops.write_kv, ops.paged_attention
         self._settings = settings
         self._cos, self._sin = settings.rotary
-        names = [f"{name}q_proj", f"{name}k_proj", f"{name}v_proj"]
-        self._qkv = Linear(ops, weights, names, COLUMNS, settings.bias)
-        self._o = Linear(ops, weights, [f"{name}o_proj"], ROWS, settings.bias)
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        parts = {f"{name}q_proj": queries, f"{name}k_proj": keys, f"{name}v_proj": keys}
+        self._qkv = Linear(ops, weights, parts, shape.hidden, COLUMNS, settings.bias)
+        self._o = Linear(ops, weights, {f"{name}o_proj": shape.hidden}, queries, ROWS, settings.bias)
         self._q_norm = self._k_norm = None
         if settings.qk_norm_eps is not None:
-            eps, offset = settings.qk_norm_eps, settings.qk_norm_offset
-            self._q_norm = RMSNorm(ops, weights, f"{name}q_norm", eps, offset)
-            self._k_norm = RMSNorm(ops, weights, f"{name}k_norm", eps, offset)
+            size, eps, offset = shape.head_dim, settings.qk_norm_eps, settings.qk_norm_offset
+            self._q_norm = RMSNorm(ops, weights, f"{name}q_norm", size, eps, offset)
+            self._k_norm = RMSNorm(ops, weights, f"{name}k_norm", size, eps, offset)
 
     def __call__(self, batch: ForwardBatch, cache: Tensor) -> None:
         a, settings = batch.activations, self._settings

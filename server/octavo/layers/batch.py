@@ -20,6 +20,16 @@ class ActivationShape:
     head_dim: int
     intermediate: int
 
+    def share(self, world: int) -> ActivationShape:
+        """What one of ``world`` ranks holds: its heads and its part of the MLP, the stream whole."""
+        return ActivationShape(
+            self.hidden,
+            self.heads // world,
+            self.kv_heads // world,
+            self.head_dim,
+            self.intermediate // world,
+        )
+
 
 class ActivationViews:
     """The buffers cut to T tokens. ``q``, ``k``, ``v`` are views of one ``qkv`` product."""

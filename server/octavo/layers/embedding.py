@@ -13,8 +13,8 @@ from octavo_kernels import Ops
 class Embedding:
     """Rows of the embedding table, times ``scale`` (rounded to the model's dtype, as Gemma's code does)."""
 
-    def __init__(self, weights: Weights, name: str, scale: float = 1.0) -> None:
-        self.table = weights.tensor(f"{name}.weight")
+    def __init__(self, weights: Weights, name: str, shape: tuple[int, int], scale: float = 1.0) -> None:
+        self.table = weights.tensor(f"{name}.weight", shape)
         self._scale = float(torch.tensor(scale).to(self.table.dtype))
 
     def __call__(self, batch: ForwardBatch) -> None:

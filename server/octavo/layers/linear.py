@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from octavo.layers.batch import ActivationViews
+from octavo.layers.batch import ActivationShape, ActivationViews
 from octavo.layers.weights import Weights
 from octavo_kernels import Ops
 
@@ -16,17 +16,25 @@ COLUMNS, ROWS = 0, 1  # which dimension of [N, K] a rank holds a share of: outpu
 
 
 class Linear:
-    """y = x W^T (+ b). Several names of equal input width are stacked into one product (q, k and v)."""
+    """y = x W^T (+ b). Several parts (name: number of outputs) are stacked into one product (q, k and v)."""
 
     def __init__(
-        self, ops: Ops, weights: Weights, names: Sequence[str], dim: int, bias: bool = False
+        self,
+        ops: Ops,
+        weights: Weights,
+        parts: Mapping[str, int],
+        inputs: int,
+        dim: int,
+        bias: bool = False,
     ) -> None:
         self._matmul = ops.matmul
-        self._weight = weights.format.pack(ops, weights, names, dim)
+        self._weight = weights.format.pack(ops, weights, parts, inputs, dim)
         self._bias: Tensor | None = None
         if bias:
             cut = COLUMNS if dim == COLUMNS else None
-            self._bias = torch.cat([weights.tensor(f"{name}.bias", cut) for name in names])
+            self._bias = torch.cat(
+                [weights.tensor(f"{name}.bias", (outputs,), cut) for name, outputs in parts.items()]
+            )
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """x [T, K] -> out [T, N]."""
@@ -37,12 +45,19 @@ class GatedMLP:
     """down(act(gate(x)) * up(x)); reads ``x``, leaves the result in ``y``."""
 
     def __init__(
-        self, ops: Ops, weights: Weights, name: str, activation: Literal["silu", "gelu_tanh"]
+        self,
+        ops: Ops,
+        weights: Weights,
+        name: str,
+        shape: ActivationShape,
+        activation: Literal["silu", "gelu_tanh"],
     ) -> None:
+        inner, hidden = shape.intermediate, shape.hidden
         self._gate_up = ops.gate_up
         self._activation = activation
-        self._weight = weights.format.pack_gate_up(ops, weights, f"{name}gate_proj", f"{name}up_proj")
-        self._down = Linear(ops, weights, [f"{name}down_proj"], ROWS)
+        gate, up = f"{name}gate_proj", f"{name}up_proj"
+        self._weight = weights.format.pack_gate_up(ops, weights, gate, up, (inner, hidden))
+        self._down = Linear(ops, weights, {f"{name}down_proj": hidden}, inner, ROWS)
 
     def __call__(self, a: ActivationViews) -> None:
         self._gate_up(a.x, self._weight, self._activation, a.mlp)

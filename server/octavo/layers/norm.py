@@ -12,9 +12,11 @@ from octavo_kernels import Ops
 class RMSNorm:
     """x / rms(x) * w over the last dimension. ``offset`` is what the architecture adds to the stored w."""
 
-    def __init__(self, ops: Ops, weights: Weights, name: str, eps: float, offset: float = 0.0) -> None:
+    def __init__(
+        self, ops: Ops, weights: Weights, name: str, size: int, eps: float, offset: float = 0.0
+    ) -> None:
         self._norm, self._add_norm = ops.rms_norm, ops.add_rms_norm
-        self._weight = weights.norm(name, offset)
+        self._weight = weights.norm(name, size, offset)
         self._eps = eps
 
     def in_place(self, x: Tensor) -> None:

@@ -6,7 +6,7 @@ named tensors of a checkpoint, cut for this rank, stored in a weight format.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -38,11 +38,15 @@ class WeightFormat(Protocol):
 
     name: str
 
-    def pack(self, ops: Ops, weights: Weights, names: Sequence[str], dim: int) -> PackedWeight:
-        """Matrices of equal width stacked into one; ``dim`` is the one that is cut by rank."""
+    def pack(
+        self, ops: Ops, weights: Weights, parts: Mapping[str, int], inputs: int, dim: int
+    ) -> PackedWeight:
+        """Matrices (name: outputs) of ``inputs`` columns stacked into one; ``dim`` is cut by rank."""
 
-    def pack_gate_up(self, ops: Ops, weights: Weights, gate: str, up: str) -> PackedWeight:
-        """A gate and an up matrix, for the fused product."""
+    def pack_gate_up(
+        self, ops: Ops, weights: Weights, gate: str, up: str, shape: tuple[int, int]
+    ) -> PackedWeight:
+        """A gate and an up matrix, both [outputs, inputs], for the fused product."""
 
 
 class PlainFormat:
@@ -50,14 +54,17 @@ class PlainFormat:
 
     name = "plain"
 
-    def pack(self, ops: Ops, weights: Weights, names: Sequence[str], dim: int) -> PackedWeight:
-        parts = [weights.tensor(f"{name}.weight", dim) for name in names]
-        return ops.pack(torch.cat(parts) if len(parts) > 1 else parts[0], weights.dtype)
+    def pack(
+        self, ops: Ops, weights: Weights, parts: Mapping[str, int], inputs: int, dim: int
+    ) -> PackedWeight:
+        read = [weights.tensor(f"{name}.weight", (rows, inputs), dim) for name, rows in parts.items()]
+        return ops.pack(torch.cat(read) if len(read) > 1 else read[0], weights.dtype)
 
-    def pack_gate_up(self, ops: Ops, weights: Weights, gate: str, up: str) -> PackedWeight:
-        return ops.pack_gate_up(
-            weights.tensor(f"{gate}.weight", 0), weights.tensor(f"{up}.weight", 0), weights.dtype
-        )
+    def pack_gate_up(
+        self, ops: Ops, weights: Weights, gate: str, up: str, shape: tuple[int, int]
+    ) -> PackedWeight:
+        read = [weights.tensor(f"{name}.weight", shape, 0) for name in (gate, up)]
+        return ops.pack_gate_up(read[0], read[1], weights.dtype)
 
 
 @dataclasses.dataclass
@@ -79,33 +86,40 @@ class Weights:
         """Whether the checkpoint holds the tensor."""
         return name in self._names
 
-    def exact(self, name: str) -> Tensor:
+    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The named tensor in float32, for constants that bfloat16 would blur."""
-        return self._read(name, torch.float32)
+        return self._read(name, shape, torch.float32)
 
-    def tensor(self, name: str, dim: int | None = None) -> Tensor:
-        """The named tensor; with ``dim``, this rank's equal share of it along that dimension."""
-        whole = self._read(name, self.dtype)
+    def tensor(self, name: str, shape: tuple[int, ...], dim: int | None = None) -> Tensor:
+        """The named tensor; with ``dim``, this rank's equal share of it along that dimension.
+
+        Raises ``ModelLoadError`` when it is not in the file, or is not of ``shape`` there.
+        """
+        whole = self._read(name, shape, self.dtype)
         if dim is None or self.world == 1:
             return whole.to(self.device)
         if whole.shape[dim] % self.world:
             raise ModelLoadError(f"{name} {tuple(whole.shape)} cannot be cut into {self.world} equal parts")
         return whole.chunk(self.world, dim)[self.rank].contiguous().to(self.device)
 
-    def norm(self, name: str, offset: float = 0.0) -> Tensor:
+    def norm(self, name: str, size: int, offset: float = 0.0) -> Tensor:
         """A norm's weight.
 
         ``offset`` is what the architecture adds to it, unless the file holds it already.
         """
         if not offset or self.checkpoint.norms_hold_offset:
-            return self.tensor(f"{name}.weight")
-        return (self.exact(f"{name}.weight") + offset).to(self.dtype).to(self.device)
+            return self.tensor(f"{name}.weight", (size,))
+        return (self.exact(f"{name}.weight", (size,)) + offset).to(self.dtype).to(self.device)
 
-    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if name not in self._names:
             raise ModelLoadError(f"{self.checkpoint.where} lacks the tensor {name}")
         self._left.discard(name)
-        return self.checkpoint.read(name, dtype)
+        tensor = self.checkpoint.read(name, dtype)
+        if tensor.shape != shape:
+            found = f"{name} of shape {tuple(tensor.shape)}"
+            raise ModelLoadError(f"{self.checkpoint.where} holds {found}; its config asks for {shape}")
+        return tensor
 
     def ignore(self, *names: str) -> None:
         """Tensors that may be in the file and are not needed (a tied head stored twice)."""

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.layers.attention import AttentionSettings
+from octavo.layers.attention import Attention, AttentionSettings
 from octavo.layers.batch import ActivationShape, ForwardBatch
 from octavo.layers.decoder import DecoderLayer
 from octavo.layers.embedding import Embedding, LogitsHead
+from octavo.layers.linear import GatedMLP
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import RotaryTables
 from octavo.layers.weights import Weights
@@ -23,15 +24,23 @@ ROPE_FACTORS = "rope_freqs.weight"  # in GGUF files of Llama 3: what divides eac
 
 @dataclasses.dataclass(frozen=True)
 class Builder:
-    """What a layer is built from: the kernels, the parameters, the config, the shared rotary tables."""
+    """Builds the parts of a layer from the kernels, the parameters, the config and the rotary tables."""
 
     ops: Ops
     weights: Weights
     config: ModelConfig
+    shape: ActivationShape
     rotary: RotaryTables
 
     def norm(self, name: str, offset: float = 0.0) -> RMSNorm:
-        return RMSNorm(self.ops, self.weights, name, self.config.rms_norm_eps, offset)
+        """A norm over the residual stream's width."""
+        return RMSNorm(self.ops, self.weights, name, self.shape.hidden, self.config.rms_norm_eps, offset)
+
+    def attention(self, name: str, settings: AttentionSettings) -> Attention:
+        return Attention(self.ops, self.weights, name, self.shape, settings)
+
+    def mlp(self, name: str) -> GatedMLP:
+        return GatedMLP(self.ops, self.weights, name, self.shape, self.config.activation)
 
     def attention_settings(self, index: int) -> AttentionSettings:
         """The settings of layer ``index`` that the config decides."""
@@ -56,24 +65,28 @@ class CausalLM:
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_positions: int) -> None:
         self.config = config
-        self.shape = ActivationShape(
+        whole = ActivationShape(
             hidden=config.hidden_size,
-            heads=config.num_heads // weights.world,
-            kv_heads=config.num_kv_heads // weights.world,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            intermediate=config.intermediate_size // weights.world,
+            intermediate=config.intermediate_size,
         )
-        factors = weights.exact(ROPE_FACTORS) if weights.has(ROPE_FACTORS) else None
+        self.shape = whole.share(weights.world)
+        vocabulary = (config.vocab_size, config.hidden_size)
+        factors = None
+        if weights.has(ROPE_FACTORS):
+            factors = weights.exact(ROPE_FACTORS, (config.head_dim // 2,))
         rotary = RotaryTables(config.head_dim, max_positions, weights.device, factors)
-        build = Builder(ops, weights, config, rotary)
-        self._embedding = Embedding(weights, "model.embed_tokens", self.embedding_scale(config))
+        build = Builder(ops, weights, config, whole, rotary)
+        self._embedding = Embedding(weights, "model.embed_tokens", vocabulary, self.embedding_scale(config))
         self._layers = [self.build_layer(build, index) for index in range(config.num_layers)]
         self._norm = build.norm("model.norm", self.norm_offset)
         table = self._embedding.table
         if config.tie_word_embeddings:
             weights.ignore("lm_head.weight")
         else:
-            table = weights.tensor("lm_head.weight")
+            table = weights.tensor("lm_head.weight", vocabulary)
         self._head = LogitsHead(ops, table, config.final_softcap)
         weights.finish()
 

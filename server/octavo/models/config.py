@@ -74,7 +74,8 @@ def from_hf_config(config: Mapping[str, Any], where: str) -> ModelConfig:
 
     Raises ``ModelLoadError`` naming the key when one is missing or asks for what is not supported.
     """
-    values = {**config, **config.get("text_config", {})}
+    merged = {**config, **config.get("text_config", {})}
+    values = {key: value for key, value in merged.items() if value is not None}
     architecture = (values.get("architectures") or ["none"])[0]
     _refuse_unsupported(values, where)
     try:

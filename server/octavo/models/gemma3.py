@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from octavo.layers.attention import Attention
 from octavo.layers.decoder import DecoderLayer, SandwichLayer
-from octavo.layers.linear import GatedMLP
 from octavo.models.base import Builder, CausalLM
 from octavo.models.config import ModelConfig
 
@@ -30,8 +28,8 @@ class Gemma3ForCausalLM(CausalLM):
             qk_norm_offset=offset,
         )
         return SandwichLayer(
-            Attention(build.ops, build.weights, f"{name}self_attn.", settings),
-            GatedMLP(build.ops, build.weights, f"{name}mlp.", build.config.activation),
+            build.attention(f"{name}self_attn.", settings),
+            build.mlp(f"{name}mlp."),
             before_attention=build.norm(f"{name}input_layernorm", offset),
             after_attention=build.norm(f"{name}post_attention_layernorm", offset),
             before_mlp=build.norm(f"{name}pre_feedforward_layernorm", offset),

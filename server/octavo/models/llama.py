@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.layers.attention import Attention
 from octavo.layers.decoder import DecoderLayer, PreNormLayer
-from octavo.layers.linear import GatedMLP
 from octavo.models.base import Builder, CausalLM
 
 
@@ -13,8 +11,8 @@ class LlamaForCausalLM(CausalLM):
         name = f"model.layers.{index}."
         settings = build.attention_settings(index)
         return PreNormLayer(
-            Attention(build.ops, build.weights, f"{name}self_attn.", settings),
-            GatedMLP(build.ops, build.weights, f"{name}mlp.", build.config.activation),
+            build.attention(f"{name}self_attn.", settings),
+            build.mlp(f"{name}mlp."),
             before=build.norm(f"{name}input_layernorm"),
             between=build.norm(f"{name}post_attention_layernorm"),
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from octavo.core.plan import SampleSpec, TokenLogprobs
 from octavo.sampling.logprobs import token_logprobs
 from octavo.sampling.random import uniforms
 
-Row = NDArray[np.float32]
+Row: TypeAlias = NDArray[np.float32]
 
 MIN_TEMPERATURE = (
     1e-6  # below it float32 logits differ by more than the temperature: the draw is greedy anyhow
