@@ -1,0 +1,3 @@
+module octavo.dev/cluster-pause
+
+go 1.26.0

