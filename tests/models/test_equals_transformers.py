@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from octavo.core.plan import Row, SampleSpec, StepPlan
 from octavo.core.sampling_params import SamplingParams
 
 NAMES = (
@@ -164,3 +165,25 @@ def test_half_precision_stays_close(dtype, name, make_tiny, engine) -> None:
     truth = make_tiny(name).reference.logits(prompt)
     error = (engine(name, dtype=dtype).logits(prompt) - truth).square().mean().sqrt()
     assert error < (0.03 if dtype == "bfloat16" else 0.004) * truth.std()
+
+
+def test_a_copied_block_holds_what_its_source_held(make_tiny, engine) -> None:
+    """Copy on write: a sequence goes on over copies of the blocks that another one filled."""
+    (prompt,) = prompts(20, seed=11)
+    runner = engine("qwen3").executor.runner
+    draw = SampleSpec(0.0, 0, 1.0, 0, 0, 20)
+    whole = runner.run(StepPlan(0, [Row("a", prompt, 0, [[5, 6]], draw)])).rows[0]
+    runner.run(StepPlan(1, [Row("a", prompt[:19], 0, [[7, 8]], None)]))
+    plan = StepPlan(2, [Row("b", prompt[19:], 19, [[9, 10]], draw)], copies=[(7, 9), (8, 10)])
+    assert runner.run(plan).rows[0].token_ids == whole.token_ids
+
+
+def test_rows_that_do_not_draw_give_nothing(engine) -> None:
+    batch = prompts(9, 4, 3, seed=12)
+    draws = [None, SampleSpec(0.0, 0, 1.0, 0, 0, 4), None]
+    rows = [Row(str(i), ids, 0, [[i]], draws[i]) for i, ids in enumerate(batch)]
+    result = engine("llama").executor.execute(StepPlan(7, rows))
+    assert result.step == 7
+    assert [(row.request_id, len(row.token_ids)) for row in result.rows] == [("0", 0), ("1", 1), ("2", 0)]
+    with pytest.raises(ValueError, match="drafts"):
+        engine("llama").executor.execute(StepPlan(8, [Row("0", [1, 2], 0, [[0]], draws[1], drafts=[2])]))

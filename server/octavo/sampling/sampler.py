@@ -46,16 +46,11 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Draw]:
     probability zero. Equal logits: the lowest token id wins. Log probabilities are the model's own, before
     temperature and cuts.
     """
-    if logits.device.type == "cpu":
-        rows = logits.numpy()
-        best: list[int] = rows.argmax(axis=1).tolist()  # a NaN counts as the largest, so it is found here
-    else:
-        best = torch.argmax(logits, dim=1).tolist()
-        rows = logits.cpu().numpy()
-    peaks = rows[np.arange(len(best)), best]
-    finite: list[bool] = np.isfinite(peaks).tolist()
+    best, peaks = _maxima(logits)
+    finite = np.isfinite(peaks).tolist()
     random = [i for i, spec in enumerate(specs) if spec.temperature > 0 and finite[i]]
     numbers = dict(zip(random, _uniforms(specs, random), strict=True)) if random else {}
+    rows = _rows(logits, [i for i, spec in enumerate(specs) if i in numbers or spec.logprobs is not None])
     draws = []
     for i, spec in enumerate(specs):
         if not finite[i]:
@@ -65,6 +60,25 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Draw]:
         logprobs = None if spec.logprobs is None else token_logprobs(rows[i], token, spec.logprobs)
         draws.append(Draw(token, logprobs))
     return draws
+
+
+def _maxima(logits: Tensor) -> tuple[list[int], Row]:
+    """The largest logit of each row: its token, and itself. A NaN counts as the largest, so it shows here."""
+    if logits.device.type == "cpu":
+        rows = logits.numpy()
+        best = rows.argmax(axis=1)
+        return best.tolist(), rows[np.arange(len(best)), best]
+    index = torch.argmax(logits, dim=1, keepdim=True)
+    return index[:, 0].tolist(), logits.gather(1, index)[:, 0].cpu().numpy()
+
+
+def _rows(logits: Tensor, needed: Sequence[int]) -> dict[int, Row]:
+    """The rows that are looked at beyond their maximum, in host memory."""
+    if logits.device.type == "cpu":
+        rows = logits.numpy()
+        return {i: rows[i] for i in needed}
+    copied = logits[list(needed)].cpu().numpy()
+    return dict(zip(needed, copied, strict=True))
 
 
 def _uniforms(specs: Sequence[SampleSpec], chosen: Sequence[int]) -> list[float]:

@@ -42,6 +42,8 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """One forward pass. A row whose logits are not finite gets an error of its own."""
+        if any(row.drafts for row in plan.rows):
+            raise ValueError("a row has drafts: speculation is not supported by this runner")
         if plan.copies:
             self._copy(plan.copies)
         hidden = self.model.forward(self.inputs.fill(plan.rows), self.caches)
