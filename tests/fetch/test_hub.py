@@ -61,6 +61,11 @@ class Hub(BaseHTTPRequestHandler):
                 "downloads": 0,
             }
             self._answer(200, json.dumps(body).encode())
+        elif "/resolve/" in path and self.command == "GET" and self.server.breaks_off:
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.close_connection = True  # long before the end
         elif (name := path.partition(f"/resolve/{COMMIT}/")[2]) in FILES:
             etag = hashlib.sha1(FILES[name]).hexdigest()
             self._answer(200, FILES[name], ETag=f'"{etag}"', X_Repo_Commit=COMMIT)
@@ -86,6 +91,7 @@ def _entry(name: str) -> dict[str, object]:
 def hub() -> Iterator[ThreadingHTTPServer]:
     Hub.asked = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.breaks_off = False
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
@@ -145,6 +151,23 @@ def test_a_hub_that_cannot_be_reached_is_said_with_the_way_out(tmp_path: Path) -
     assert (
         "the Hugging Face hub at http://127.0.0.1:9 cannot be reached" in last and "give file:///path" in last
     )
+
+
+def test_a_download_that_breaks_off_is_one_line(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    hub.breaks_off = True
+    done = _fetch("hf://org/tiny", tmp_path, f"http://127.0.0.1:{hub.server_port}")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "cannot be reached" in done.stderr.splitlines()[-1]
+
+
+def test_a_folder_that_cannot_be_written_is_not_the_hubs_fault(
+    hub: ThreadingHTTPServer, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    place = str(tmp_path / "file" / "models")
+    done = _fetch("hf://org/tiny", tmp_path, f"http://127.0.0.1:{hub.server_port}", place)
+    assert done.returncode == 1
+    assert "org/tiny cannot be stored: " in done.stderr.splitlines()[-1]
 
 
 def test_a_long_download_says_now_and_then_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
