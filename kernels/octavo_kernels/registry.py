@@ -21,6 +21,8 @@ def _cpu() -> Ops:
 
 
 BACKENDS: dict[str, Callable[[], Ops]] = {"reference": ReferenceOps, "cpu": _cpu}
+ONLY_ON: dict[str, str] = {"cpu": "cpu"}
+"""The one device type of a backend that takes raw pointers to its memory."""
 AUTO: dict[str, tuple[str, ...]] = {"cpu": ("cpu",)}
 """What ``auto`` tries before the reference, per device type."""
 
@@ -38,6 +40,8 @@ def load(name: str = "auto", device: str | torch.device = "cpu", dtype: torch.dt
     if name != "auto":
         if name not in BACKENDS:
             raise ValueError(f"kernels {name!r}: not one of auto, {', '.join(sorted(BACKENDS))}")
+        if (device_type := torch.device(device).type) != ONLY_ON.get(name, device_type):
+            raise KernelsUnavailable(f"the {name} kernels run on {ONLY_ON[name]}, not on {device_type}")
         ops = BACKENDS[name]()
         if dtype is not None and dtype not in ops.dtypes:
             raise KernelsUnavailable(f"the {name} kernels compute in {_names(ops)}, not {_name(dtype)}")

@@ -50,6 +50,14 @@ def test_a_library_built_from_other_sources_is_not_called(monkeypatch):
         load("cpu")
 
 
+def test_kernels_for_a_cpu_are_not_given_a_gpus_memory(monkeypatch):
+    with pytest.raises(KernelsUnavailable, match="run on cpu, not on cuda"):
+        load("cpu", "cuda")
+    monkeypatch.setenv("OCTAVO_KERNELS", "cpu")
+    with pytest.raises(KernelsUnavailable, match="run on cpu, not on cuda"):
+        load(device="cuda")
+
+
 def test_the_environment_forces_a_backend(monkeypatch):
     monkeypatch.setenv("OCTAVO_KERNELS", "reference")
     assert load().name == "reference"
@@ -91,6 +99,52 @@ def test_threads_that_come_and_go_and_callers_that_collide_get_right_results():
         for caller in callers:
             caller.join()
     assert not wrong
+
+
+def test_threads_that_are_not_wanted_sleep_through_the_work():
+    code = """
+import pathlib, torch
+from octavo_kernels import load
+ops = load()
+def switches():
+    statuses = [task / "status" for task in pathlib.Path("/proc/self/task").iterdir()]
+    return {s.parent.name: int(s.read_text().split("nonvoluntary")[0].split()[-1].strip()) for s in statuses}
+x, w = torch.ones(1, 512), ops.pack(torch.ones(512, 512), torch.float32)
+torch.set_num_threads(1)
+ops.set_num_threads(8)
+ops.set_num_threads(2)
+for _ in range(200):
+    ops.matmul(x, w)
+before = switches()
+for _ in range(2000):
+    ops.matmul(x, w)
+woken = [task for task, count in switches().items() if count - before[task] > 200]
+assert len(woken) <= 2, woken  # the caller and one worker, at most
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_long_context_split_over_many_threads_takes_bounded_memory():
+    code = """
+import torch
+from octavo_kernels import AttentionBatch, load
+ops = load()
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+length, queries, block = 32768, 144, 256
+cache = torch.zeros(ops.kv_cache_shape(length // block, block, 1, 256), dtype=torch.bfloat16)
+cache.fill_(0.5)
+q = torch.ones(queries, 4, 256, dtype=torch.bfloat16)
+tables = torch.arange(length // block, dtype=torch.int32)[None]
+starts, lengths = (torch.tensor(values, dtype=torch.int32) for values in ([0, queries], [length]))
+if ops.name == "cpu":
+    ops.set_num_threads(32)
+    before = resident()
+    out = ops.paged_attention(q, cache, AttentionBatch(starts, lengths, tables, block, queries), 0.1)
+    assert torch.all(out == 0.5)
+    assert resident() - before < 110 << 20, resident() - before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_weights_give_their_memory_back():

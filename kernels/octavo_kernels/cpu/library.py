@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -169,7 +170,8 @@ class Arena:
         if self._mapping is None or self._next + size > self._end:
             length = max(size, self.CHUNK)
             self._mapping = mmap.mmap(-1, length + self.HUGE_PAGE)
-            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve, more slowly
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
             start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
             self._next = -(-start // self.HUGE_PAGE) * self.HUGE_PAGE
             self._end = self._next + length

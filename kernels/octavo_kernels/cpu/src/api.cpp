@@ -19,6 +19,7 @@ constexpr long kTasksPerThread = 4;      // so that a thread that is held up lea
 constexpr long kMatmulRows = 256;        // rows of one matmul task
 constexpr long kElementsPerTask = 1 << 15;    // of element-wise work: some microseconds
 constexpr long kAttentionRows = 96;    // query rows (tokens times heads a KV head) of one attention task
+constexpr size_t kPartialFloats = size_t(16) << 20;    // partial results of attention kept at once
 
 thread_local std::vector<float> wide;        // x as float32
 thread_local std::vector<bf16> narrow;       // x with k rounded up
@@ -99,26 +100,35 @@ void attend_tasks(const Attention& a, const std::vector<AttentionTask>& plan) {
         &job);
 }
 
+// In rounds, so that what the chunks of long contexts leave behind stays within bounds.
 void attend_split(Attention& a, const std::vector<AttentionTask>& whole) {
-    std::vector<AttentionTask> pieces;
-    std::vector<AttentionTask> merged = whole;
-    long slots = 0;
-    for (AttentionTask& task : merged) {
-        task.partial = int32_t(slots);
-        for (int32_t chunk = task.chunk_begin; chunk < task.chunk_end; chunk++) {
-            AttentionTask piece = task;
-            piece.partial = int32_t(slots++);
-            piece.chunk_begin = chunk;
-            piece.chunk_end = chunk + 1;
-            pieces.push_back(piece);
+    const size_t slot = round_up(a.tile_tokens * (a.heads / a.kv_heads), 16) * (2 + a.cache.padded_dim);
+    std::vector<AttentionTask> merged, pieces;
+    for (size_t next = 0; next < whole.size(); merged.clear(), pieces.clear()) {
+        while (next < whole.size()) {
+            AttentionTask task = whole[next];
+            const size_t chunks = task.chunk_end - task.chunk_begin;
+            if (!merged.empty() && (pieces.size() + chunks) * slot > kPartialFloats) break;
+            task.partial = int32_t(pieces.size());
+            for (int32_t chunk = task.chunk_begin; chunk < task.chunk_end; chunk++) {
+                AttentionTask piece = task;
+                piece.partial = int32_t(pieces.size());
+                piece.chunk_begin = chunk;
+                piece.chunk_end = chunk + 1;
+                pieces.push_back(piece);
+            }
+            merged.push_back(task);
+            next++;
         }
+        if (partials.size() < pieces.size() * slot) partials.resize(pieces.size() * slot);
+        a.partials = partials.data();
+        attend_tasks(a, pieces);
+        for (const AttentionTask& task : merged) active->merge(a, task);
     }
-    const long rows = round_up(a.tile_tokens * (a.heads / a.kv_heads), 16);
-    const size_t needed = slots * rows * (2 + a.cache.padded_dim);
-    if (partials.size() < needed) partials.resize(needed);
-    a.partials = partials.data();
-    attend_tasks(a, pieces);
-    for (const AttentionTask& task : merged) active->merge(a, task);
+}
+
+void norm_rows(const Norm& a, long rows) {
+    parallel(rows, kElementsPerTask / a.dim, [&a](long r0, long r1) { active->norm(a, r0, r1); });
 }
 
 }  // namespace
@@ -170,20 +180,16 @@ OCTAVO_API void octavo_matmul(const void* x, long x_stride, long m, const Weight
         &job);
 }
 
-OCTAVO_API void octavo_norm(const Norm* a, long rows) {
-    parallel(rows, kElementsPerTask / a->dim, [a](long r0, long r1) { active->norm(*a, r0, r1); });
-}
-
 OCTAVO_API void octavo_rms_norm(const void* x, long x_token, long x_head, const void* weight, void* out, long out_token,
                                 long out_head, long tokens, long heads, long dim, float eps, int dtype) {
     const Norm a{x, nullptr, weight, out, heads, dim, x_token, x_head, 0, out_token, out_head, eps, dtype};
-    octavo_norm(&a, tokens * heads);
+    norm_rows(a, tokens * heads);
 }
 
 OCTAVO_API void octavo_add_rms_norm(const void* x, long x_token, void* residual, long residual_token, const void* weight,
                                     void* out, long out_token, long tokens, long dim, float eps, int dtype) {
     const Norm a{x, residual, weight, out, 1, dim, x_token, 0, residual_token, out_token, 0, eps, dtype};
-    octavo_norm(&a, tokens);
+    norm_rows(a, tokens);
 }
 
 OCTAVO_API void octavo_rotary(void* q, long q_token, long q_head, long heads, void* k, long k_token, long k_head,
@@ -207,7 +213,9 @@ OCTAVO_API void octavo_attention(const void* q, long q_token, long q_head, void*
                                  long sequences, long heads, long kv_heads, long dim, float scale, long window,
                                  float softcap, int dtype) {
     const CacheLayout layout = layout_of(cache, kv_heads, block_size, token_elements, dim, dtype);
-    const long tile_tokens = larger(1, kAttentionRows / (heads / kv_heads));
+    long longest = 1;    // of the queries: a decode step's tiles, and its partial results, are of one token
+    for (long s = 0; s < sequences; s++) longest = larger(longest, query_start[s + 1] - query_start[s]);
+    const long tile_tokens = larger(1, smaller(longest, kAttentionRows / (heads / kv_heads)));
     Attention a{q, out, q_token, q_head, out_token, out_head, layout, query_start, seq_lens, block_tables, table_stride,
                 heads, kv_heads, scale, window, softcap, tile_tokens, nullptr};
     plan_attention(a, sequences, tasks);

@@ -37,6 +37,11 @@ std::atomic<int> threads_wanted{1};
 std::atomic<bool> busy{false};
 int workers = 0;
 
+template <class T>
+void futex(std::atomic<T>& word, int operation, int value) {
+    syscall(SYS_futex, &word, operation, value, nullptr, nullptr, 0);
+}
+
 inline void pause() { __builtin_ia32_pause(); }
 
 bool claim(uint32_t& index) {
@@ -60,7 +65,7 @@ void work() {
 
 void sleep_until_signal_leaves(uint32_t seen) {
     sleepers.fetch_add(1);
-    syscall(SYS_futex, &signal, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+    futex(signal, FUTEX_WAIT_PRIVATE, int(seen));
     sleepers.fetch_sub(1);
 }
 
@@ -80,11 +85,12 @@ void wait_for_signal(uint32_t seen) {
 void worker(int id) {
     for (;;) {
         const uint32_t seen = signal.load(std::memory_order_acquire);
-        if (id < threads_wanted.load(std::memory_order_relaxed)) {
+        const int wanted = threads_wanted.load(std::memory_order_relaxed);
+        if (id < wanted) {
             work();
             wait_for_signal(seen);
-        } else {
-            sleep_until_signal_leaves(seen);
+        } else {    // not by the signal, or each job would wake it
+            futex(threads_wanted, FUTEX_WAIT_PRIVATE, wanted);
         }
     }
 }
@@ -102,7 +108,7 @@ void run_tasks(long count, Task task, const void* data) {
     const uint32_t number = signal.load(std::memory_order_relaxed) + 1;
     tickets.store(uint64_t(number) << 32 | uint32_t(count));
     signal.store(number);
-    if (sleepers.load() > 0) syscall(SYS_futex, &signal, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+    if (sleepers.load() > 0) futex(signal, FUTEX_WAKE_PRIVATE, INT_MAX);
     work();
     for (int spins = 0; done.load(std::memory_order_acquire) != uint32_t(count); spins++) {
         if (spins < kSpins) pause();
@@ -118,10 +124,11 @@ void set_pool_threads(int threads) {
             std::thread(worker, workers + 1).detach();
         } catch (const std::system_error&) {    // a limit on threads: go on with those there are
             threads_wanted.store(workers + 1);
-            return;
+            break;
         }
         workers++;
     }
+    futex(threads_wanted, FUTEX_WAKE_PRIVATE, INT_MAX);
 }
 
 int pool_threads() { return threads_wanted.load(); }
