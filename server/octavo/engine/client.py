@@ -30,7 +30,7 @@ from octavo.engine import messages
 from octavo.engine.stream import OutputStream
 from octavo.errors import InvalidRequest, OctavoError, Unavailable
 
-EngineState = Literal["loading", "warming", "ready", "draining", "paused", "stalled", "dead"]
+EngineState = Literal["loading", "warming", "ready", "draining", "stalled", "dead"]
 DEFAULT_EXECUTOR = "octavo.worker.executor:build_executor"
 STALL_S = 10.0  # silence after which a ready engine counts as stalled; its heartbeat comes every 0.5 s
 LONG_STEP_SLACK = 5.0  # a step may take this many times what the engine foretold
@@ -222,7 +222,8 @@ class EngineClient:
                 process.kill()
                 await asyncio.to_thread(process.wait)
         if process is not None and process.stdin is not None:
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it ended before it had read what is still buffered
+                process.stdin.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -367,7 +368,7 @@ class EngineClient:
         self._notify()
 
     def _set_state(self, state: EngineState) -> None:
-        if self._state != "dead" and state != self._state:
+        if self._state != "dead":
             self._state = state
         self._notify()
 

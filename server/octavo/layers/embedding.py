@@ -27,10 +27,7 @@ class Embedding:
 
 
 class LogitsHead:
-    """x [S, hidden] -> float32 logits [S, vocabulary];
-
-    the tied table is packed a second time for the product.
-    """
+    """x [S, hidden] -> float32 logits [S, vocabulary]. A tied table is packed again, for the product."""
 
     def __init__(self, ops: Ops, table: Tensor, softcap: float | None = None) -> None:
         self._matmul = ops.matmul

@@ -1,7 +1,4 @@
-"""How layers get their parameters:
-
-named tensors of a checkpoint, cut for this rank, stored in a weight format.
-"""
+"""How layers get their parameters: named tensors of a checkpoint, cut for this rank, in a weight format."""
 
 from __future__ import annotations
 
@@ -31,10 +28,7 @@ class Checkpoint(Protocol):
 
 
 class WeightFormat(Protocol):
-    """How a matrix is kept in memory and multiplied;
-
-    later formats keep AWQ, GPTQ, FP8 or GGUF blocks as they are.
-    """
+    """How a matrix is kept in memory and multiplied. Later ones keep AWQ, GPTQ, FP8 or GGUF blocks as is."""
 
     name: str
 

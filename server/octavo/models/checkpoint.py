@@ -20,10 +20,9 @@ from octavo.models.config import ModelConfig
 from octavo.models.dequantize import DEQUANTIZERS, dequantize
 from octavo.models.gguf_config import from_gguf_name
 
-_CHUNK = (
-    1 << 18
-)  # numbers dequantised at once: the steps between stay in the cache, large tables never stand in
-# memory whole as float32
+# Numbers dequantised at once: the steps between stay in the CPU's cache, and a large table never stands in
+# memory whole as float32.
+_CHUNK = 1 << 18
 
 
 @contextlib.contextmanager
@@ -87,10 +86,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A GGUF file's tensors, dequantised as they are read;
-
-    the rotary permutation of Llama's q and k is undone.
-    """
+    """A GGUF file's tensors, dequantised as they are read; Llama's q and k get their own order back."""
 
     norms_hold_offset = True
 

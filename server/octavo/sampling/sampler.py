@@ -23,9 +23,7 @@ from octavo.sampling.random import uniforms
 
 Row: TypeAlias = NDArray[np.float32]
 
-MIN_TEMPERATURE = (
-    1e-6  # below it float32 logits differ by more than the temperature: the draw is greedy anyhow
-)
+MIN_TEMPERATURE = 1e-6  # below it float32 logits differ by more than the temperature: the draw is greedy
 _PART = 64  # tokens summed together before the cumulative sum
 NOT_FINITE = "the model produced logits that are not finite numbers (NaN or infinity)"
 
@@ -103,7 +101,7 @@ def _draw_from_all(weights: Row, number: float) -> int:
     part = int(np.searchsorted(cumulative, target, side="right"))
     part = min(part, _last_positive(parts))
     inside = weights[part * _PART : (part + 1) * _PART].astype(np.float64)
-    before = cumulative[part] - parts[part]
+    before = cumulative[part - 1] if part else 0.0  # at most the target, so no token of probability zero
     offset = int(np.searchsorted(np.cumsum(inside) + before, target, side="right"))
     return part * _PART + min(offset, _last_positive(inside))
 

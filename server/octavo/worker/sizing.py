@@ -9,9 +9,8 @@ from octavo.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-CPU_SHARE = (
-    0.4  # of the memory still free once the weights are loaded; the rest is for activations and neighbours
-)
+# Of the memory still free once the weights are loaded; the rest is for activations and neighbours.
+CPU_SHARE = 0.4
 
 
 @dataclasses.dataclass(frozen=True)
