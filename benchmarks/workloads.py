@@ -39,7 +39,7 @@ class Engine:
     def __init__(self, kind: str, python: str, model: str, cache_gib: float, log: Path) -> None:
         self.kind = kind
         command = [python, str(ENGINE), kind, model, str(MAX_MODEL_LEN), str(MAX_NUM_SEQS), str(cache_gib)]
-        began = time.perf_counter()
+        self._began = time.perf_counter()
         self._log = log
         with log.open("w") as errors:
             self._process = subprocess.Popen(
@@ -50,8 +50,11 @@ class Engine:
                 text=True,
                 start_new_session=True,
             )
+
+    def load(self) -> None:
+        """Wait until the model is loaded, then rest."""
         self.version = self._answer()["ready"]
-        self.ready_s = time.perf_counter() - began
+        self.ready_s = time.perf_counter() - self._began
         self._signal(signal.SIGSTOP)
 
     def run(self, work: list[list[Any]]) -> float:
@@ -206,6 +209,7 @@ def main(argv: list[str] | None = None) -> None:
         def start(kind: str, python: str, model: Path) -> None:
             engine = Engine(kind, python, str(model), args.cache_gib, logs / kind)
             stack.callback(engine.close)
+            engine.load()
             engines.append(engine)
 
         start("octavo", sys.executable, args.model)
