@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,8 @@ def build_app(router: Router) -> ASGIApp:
         Route("/v1/models/{name:path}", model),
         *(Route(r.path, _Forwarded(router, r), methods=["POST"]) for r in ROUTES),
     ]
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
+    handlers = {HTTPException: _http_error, Exception: _fault}
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return _Keys(app, router.keys)
 
@@ -217,14 +218,22 @@ class _Keys:
 async def _http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     if exc.status_code == 405:
-        return _error(WrongMethod(f"{request.method} is not allowed on {request.url.path}"))
+        wrong = WrongMethod(f"{request.method} is not allowed on {request.url.path}")
+        return _error(wrong, headers=exc.headers)
     if exc.status_code == 404:
         return _error(NoRoute(f"there is no {request.url.path} here"))
-    return _error(OctavoError(str(exc.detail)), exc.status_code)
+    return _error(OctavoError(str(exc.detail)), exc.status_code, exc.headers)
 
 
-def _error(error: OctavoError, status: int | None = None) -> Response:
-    return _json(error_body(error), status or error.status, error_headers(error))
+async def _fault(request: Request, exc: Exception) -> Response:
+    """Anything else is our own fault; the server logs it, and closes the connection afterwards."""
+    return _error(OctavoError("the router failed on this request"), headers={"connection": "close"})
+
+
+def _error(
+    error: OctavoError, status: int | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    return _json(error_body(error), status or error.status, {**(headers or {}), **error_headers(error)})
 
 
 def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

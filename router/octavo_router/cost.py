@@ -57,16 +57,15 @@ class Candidate:
     """One endpoint that may take the request, as the router believes it to be now.
 
     ``cached_tokens`` of the prompt are thought to be in its cache; ``queued_tokens`` are waiting to be
-    prefilled; ``rate`` is prefill tokens per second (0 = not known); ``slots`` and ``blocks`` are its limits
-    (0 = not known) and ``free_blocks`` what is left; ``mean_s`` is how long a request has been taking there,
-    end to end.
+    prefilled; ``running`` counts the sequences there, those that wait too; ``rate`` is prefill tokens per
+    second (0 = not known); ``slots`` and ``blocks`` are its limits (0 = not known), ``free_blocks`` is what
+    is left; ``mean_s`` is how long a request has been taking there, end to end.
     """
 
     name: str
     cached_tokens: int = 0
     queued_tokens: int = 0
     running: int = 0
-    waiting: int = 0
     rate: float = 0.0
     slots: int = 0
     blocks: int = 0
@@ -121,7 +120,7 @@ def _wait(work: Work, candidate: Candidate, cached: int) -> float:
     """
     wait = 0.0
     if candidate.slots:
-        over = candidate.running + candidate.waiting + 1 - candidate.slots
+        over = candidate.running + 1 - candidate.slots
         wait = max(0, over) / candidate.slots * candidate.mean_s
     if candidate.blocks and work.blocks:
         share = 1 - cached / work.prompt_tokens if work.prompt_tokens else 1.0

@@ -203,7 +203,7 @@ class Engine:
 
     @property
     def scheme(self) -> Scheme | None:
-        """None when it publishes no hash scheme (prefix caching off) or no digests."""
+        """None while it tells no hash scheme or no digests: it is loading."""
         info = self.info
         if info is None or info.kv is None or info.prompt is None:
             return None

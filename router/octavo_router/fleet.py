@@ -35,7 +35,6 @@ class Selected:
 
     engine: Engine
     choice: Choice
-    matched: int  # leading blocks of the first prompt counted on
 
 
 class Fleet:
@@ -274,8 +273,7 @@ class Fleet:
         self._turn += 1
         work = Work(prefix.tokens, key, prefix.blocks if prefix.exact else 0, self._turn)
         choice = pick(work, candidates, self.policy)
-        engine = self.engines[choice.endpoint]
-        return Selected(engine, choice, choice.cached_tokens // prefix.block_tokens)
+        return Selected(self.engines[choice.endpoint], choice)
 
 
 def _differences(schemes: dict[str, Scheme | None]) -> str:

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.errors import ConfigError
+from octavo_operator.local.manifest import first_key
 from octavo_operator.local.plan import (
     Desired,
     EngineSpec,
@@ -189,3 +191,12 @@ def test_what_only_a_cluster_applies_is_said() -> None:
     lines = " ".join(only_in_a_cluster(service))
     assert "resources are not enforced here" in lines and "router.replicas is 2" in lines
     assert only_in_a_cluster(load(manifest("replicas: 1"))) == []
+
+
+def test_a_key_is_a_whole_file_as_for_router_and_engine(tmp_path):
+    (tmp_path / "b").write_text("later")
+    (tmp_path / "a").write_text(" two words\nand a line \n")
+    assert first_key(tmp_path) == "two words\nand a line"
+    (tmp_path / "a").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        first_key(tmp_path)

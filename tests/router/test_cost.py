@@ -17,7 +17,6 @@ candidate_lists = st.lists(
         cached_tokens=st.integers(0, 4000),
         queued_tokens=st.integers(0, 20000),
         running=st.integers(0, 50),
-        waiting=st.integers(0, 50),
         rate=st.sampled_from([0.0, 100.0, 5000.0, 90000.0]),
         slots=st.integers(0, 64),
         blocks=st.integers(0, 1000),

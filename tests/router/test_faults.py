@@ -56,6 +56,21 @@ def test_clients_that_leave_before_the_headers_leave_nothing_counted(tmp_path: P
     asyncio.run(main())
 
 
+def test_a_fault_of_the_router_itself_comes_in_the_envelope(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, engines(1)) as site:
+            monkeypatch.delattr(type(site.fleet), "select")
+            status, _, body = await site.post("/v1/completions", ask(1))
+            assert (status, body["error"]["code"]) == (500, "internal_error")
+            status, headers, body = await site.post("/v1/models", {})
+            assert (status, body["error"]["code"]) == (405, "method_not_allowed")
+            assert "GET" in headers["Allow"]
+
+    asyncio.run(main())
+
+
 def test_a_client_that_leaves_in_mid_stream_ends_the_stream_at_the_engine(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, engines(1)) as site:

@@ -77,9 +77,9 @@ def first_key(folder: Path | None) -> str | None:
         return None
     try:
         files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-        keys = [key for path in files for line in path.read_text().splitlines() if (key := line.strip())]
-    except OSError as error:
-        raise ConfigError(f"--api-key-dir {folder} cannot be read: {error.strerror}") from error
+        keys = [key for path in files if (key := path.read_text("utf-8").strip())]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-dir {folder} cannot be read: {error}") from error
     if not keys:
-        raise ConfigError(f"--api-key-dir {folder} holds no key: a line of a file is a key")
+        raise ConfigError(f"--api-key-dir {folder} holds no key: each file is one")
     return keys[0]

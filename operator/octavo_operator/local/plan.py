@@ -163,11 +163,6 @@ def _replaced(wanted: int, current: Sequence[Replica], stale: Sequence[Replica])
     return idle + serving[:spare]
 
 
-def next_retry(replicas: Iterable[Replica]) -> float | None:
-    """When the next engine in backoff may start again."""
-    return min((replica.retry_at for replica in replicas if replica.phase == "backoff"), default=None)
-
-
 def endpoints(ready: Iterable[tuple[str, int, int]]) -> dict[str, Any]:
     """The router's membership file, from the (name, port, private port) of the engines that are ready."""
     return {

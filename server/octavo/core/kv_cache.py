@@ -50,11 +50,6 @@ class KVCache:
         self.pool = BlockPool(num_blocks, len(groups))
         self._hasher = hasher
 
-    @property
-    def capacity(self) -> int:
-        """Tokens that one sequence can have when it is alone."""
-        return self.pool.num_blocks // len(self.groups) * self.block_size
-
     def name_blocks(self, request: Request) -> None:
         """Bring ``request.block_hashes`` up to its tokens."""
         if self._hasher is None:
