@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import zmq
 
+from octavo.config import EngineConfig
 from octavo.engine import messages
+from octavo.engine.client import EngineClient
 from octavo.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -331,3 +334,17 @@ def test_errors_cross_the_border_whole():
         assert type(again) is type(error)
         for name in ("message", "param", "code", "retry_after_s"):
             assert getattr(again, name, None) == getattr(error, name, None)
+
+
+def test_an_engine_that_ends_before_it_is_told_what_to_do_is_reported_and_closed(run, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    long = EngineConfig(model="file:///nowhere", served_model_name="x" * (1 << 20))  # more than a pipe holds
+
+    async def main():
+        client = EngineClient()
+        await client.start(long, model_path=Path("/nowhere"))
+        with pytest.raises(Unavailable, match="exit status 1"):
+            await client.wait_ready()
+        await client.close()
+
+    run(main())
