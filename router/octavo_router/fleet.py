@@ -179,6 +179,11 @@ class Fleet:
         """Some engine, dead or alive, has said that it serves this model."""
         return any(model in e.names for e in self.engines.values())
 
+    def longest(self, model: str) -> int | None:
+        """The most tokens that an engine of this model has said to take; None while none has."""
+        lengths = [e.info.model.max_model_len for e in self.engines.values() if e.info and model in e.names]
+        return max((length for length in lengths if length is not None), default=None)
+
     def exact(self, model: str) -> Exact | None:
         """How to name prefixes as this model's engines do, or None: by text."""
         return self._exact.get(model)

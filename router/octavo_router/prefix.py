@@ -59,13 +59,13 @@ class Exact:
         """Tokens in a block."""
         return self._hasher.block_size
 
-    def prefix(self, kind: Kind, body: dict[str, Any]) -> Prefix:
-        """Raises ``InvalidRequest`` as the engine would for the same body."""
+    def prefix(self, kind: Kind, body: dict[str, Any], longest: int | None = None) -> Prefix:
+        """Raises ``InvalidRequest`` as an engine that takes ``longest`` tokens would for the same body."""
         if kind == "chat":
-            prompts = [self._renderer.chat(body)]
+            prompts = [self._renderer.chat(body, longest)]
         else:
             prompts = self._renderer.completion(
-                body.get("prompt"), body.get("add_special_tokens") is not False
+                body.get("prompt"), body.get("add_special_tokens") is not False, longest
             )
         size = self._hasher.block_size
         salt = body.get("cache_salt")

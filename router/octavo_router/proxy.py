@@ -40,6 +40,9 @@ from octavo_router.relay import (
 log = logging.getLogger(__name__)
 
 DEFAULT_MAX_BODY_BYTES = 32 * 2**20
+# So much beyond the limit is still taken in and thrown away: a client that writes all before it reads would
+# otherwise find its connection reset, and no answer.
+LINGER_BYTES = 32 * 2**20
 # Bodies above this are routed by their text: tokenising megabytes would cost more than a better pick saves.
 EXACT_BODY_BYTES = 4 * 2**20
 # Bodies above this are also parsed on a thread.
@@ -170,10 +173,11 @@ class Proxy:
         exact = self._fleet.exact(ask.model)
         if len(ask.raw) > EXACT_BODY_BYTES or self._naming >= MAX_NAMING:
             exact = None
+        longest = self._fleet.longest(ask.model)
         self._naming += 1
         try:
             prefix = await asyncio.get_running_loop().run_in_executor(
-                self._pool, _name_on_thread, exact, ask.route.kind, ask.body
+                self._pool, _name_on_thread, exact, ask.route.kind, ask.body, longest
             )
         finally:
             self._naming -= 1
@@ -299,10 +303,10 @@ class Proxy:
             self._fleet.index.correct(engine.name, prefix.hashes[0], predicted // size, actual // size)
 
 
-def _name_on_thread(exact: Exact | None, kind: Kind, body: dict[str, Any]) -> Prefix:
+def _name_on_thread(exact: Exact | None, kind: Kind, body: dict[str, Any], longest: int | None) -> Prefix:
     if exact is not None:
         try:
-            return exact.prefix(kind, body)
+            return exact.prefix(kind, body, longest)
         except OctavoError:
             return text_prefix(kind, body)  # the engine will say what is wrong with it
         except Exception:
@@ -323,8 +327,8 @@ def _parse(raw: bytes) -> dict[str, Any]:
 
 
 async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes | None:
-    """The whole body, or None when the client left. Raises ``BodyTooLarge`` before more than ``limit`` is
-    read.
+    """The whole body, or None when the client left. Raises ``BodyTooLarge`` when it is above ``limit`` bytes,
+    of which no more are kept.
     """
     kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
@@ -333,7 +337,7 @@ async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes | 
         raise WrongContentType(f"content encoding is {encoding!r}: send the body uncompressed")
     message = f"is above this server's limit of {limit} bytes"
     length = headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit:
+    if length.isdigit() and int(length) > limit + LINGER_BYTES:
         raise BodyTooLarge(f"the body of {length} bytes {message}")
     parts, size = [], 0
     while True:
@@ -342,11 +346,13 @@ async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes | 
             return None
         part = event.get("body", b"")
         size += len(part)
-        if size > limit:
-            raise BodyTooLarge(f"the body {message}")
-        parts.append(part)
-        if not event.get("more_body", False):
-            return b"".join(parts)
+        if size <= limit:
+            parts.append(part)
+        if size > limit + LINGER_BYTES or not event.get("more_body", False):
+            break
+    if size > limit:
+        raise BodyTooLarge(f"the body {message}")
+    return b"".join(parts)
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -151,9 +151,14 @@ def _validated(field: dataclasses.Field[Any], value: Any) -> Any:
         allowed = " or ".join(str(v) for v in meta["off"])
         raise ConfigError(f"{flag} is {value!r}: not supported yet; leave it out or give {allowed}")
     if meta["many"]:
-        return (value,) if isinstance(value, str) else tuple(value)
+        return _texts(flag, (value,) if isinstance(value, str) else value)
     if meta["parse"]:
-        return meta["parse"](value)
+        try:
+            return meta["parse"](value)
+        except ConfigError as error:
+            if error.message.startswith(flag):
+                raise
+            raise ConfigError(f"{flag}: {error.message}") from error
     if meta["choices"] and value not in meta["choices"]:
         raise ConfigError(f"{flag} is {value!r}: choose one of {', '.join(meta['choices'])}")
     if isinstance(field.default, bool) and not isinstance(value, bool):
@@ -161,6 +166,15 @@ def _validated(field: dataclasses.Field[Any], value: Any) -> Any:
     if isinstance(field.default, (bool, str)) or field.default is None:
         return value
     return _number(flag, value, isinstance(field.default, int), meta["low"], meta["high"])
+
+
+def _texts(flag: str, values: Any) -> tuple[str, ...]:
+    """None is empty: an empty key, which an unset variable gives, would open the server to everyone."""
+    if not isinstance(values, (list, tuple)) or not all(isinstance(one, str) for one in values):
+        raise ConfigError(f"{flag} is {values!r}: give a string, or a list of strings")
+    if not all(one.strip() for one in values):
+        raise ConfigError(f"{flag} is empty: give a value, or leave it out")
+    return tuple(values)
 
 
 def _number(flag: str, value: Any, whole: bool, low: float | None, high: float | None) -> float:

@@ -30,7 +30,8 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 WRONG = [
     ("n", 0), ("n", 129), ("n", 10**30), ("n", "2"), ("n", 1.5), ("n", True),
     ("temperature", -0.1), ("temperature", 2.1), ("temperature", "hot"),
-    ("top_p", 0), ("top_p", 1.01), ("top_k", -2), ("top_k", "many"),
+    ("top_p", 0), ("top_p", 1.01), ("top_k", -2), ("top_k", "many"), ("top_k", 10**30),
+    ("spaces_between_special_tokens", "x"),
     ("seed", 2**63), ("seed", "x"), ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5),
     ("stop", 3), ("stop", [""]), ("stop", ""), ("stop", ["a", "b", "c", "d", "e"]), ("stop", [1]),
     ("stop_token_ids", [384 + 10]), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]),
@@ -165,6 +166,18 @@ def test_too_large_a_body_is_refused_before_it_is_read(fast: Any) -> None:
     connection.close()
     answer = fast.http.post(fast.url + "/v1/completions", content=parts(), headers=headers)
     assert error_of(answer, 413)["code"] == "request_too_large"
+
+
+def test_a_text_far_too_long_is_refused_before_it_is_tokenised(fast: Any) -> None:
+    text = "é" * 2**21
+    for path, field in (
+        ("/v1/completions", {**COMPLETION, "prompt": text}),
+        ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": text}]}),
+        ("/tokenize", {"model": "tiny", "prompt": text}),
+    ):
+        error = error_of(fast.post(path, field), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert "the first " in error["message"]
 
 
 def test_unknown_models_routes_and_methods(fast: Any) -> None:

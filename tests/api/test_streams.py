@@ -12,6 +12,8 @@ import httpx
 import openai
 import pytest
 
+from octavo.api.sse import EventStream
+
 CHAT = [{"role": "user", "content": "hello"}]
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 1500, "ignore_eos": True}
 
@@ -177,3 +179,27 @@ def test_a_stop_string_frees_the_sequence_at_once(paced: Any) -> None:
     body = {**LONG, "temperature": 0, "stop": text[3:5], "stream": True}
     assert events_of(paced.post("/v1/completions", body).text)[-1]["choices"][0]["finish_reason"] == "stop"
     until(paced, lambda: idle(paced), "the sequence goes on after its stop string")
+
+
+def test_a_stream_that_is_cut_before_its_first_byte_is_closed_all_the_same() -> None:
+    """A client that does not read holds up the very headers; the generator has not begun when it leaves."""
+
+    async def main() -> list[str]:
+        closed: list[str] = []
+
+        async def events() -> Any:
+            yield b"never"
+
+        async def close() -> None:
+            closed.append("closed")
+
+        async def send(message: Any) -> None:
+            await asyncio.Event().wait()
+
+        async def receive() -> Any:
+            return {"type": "http.disconnect"}
+
+        await asyncio.wait_for(EventStream(events(), close)({"type": "http"}, receive, send), 10)
+        return closed
+
+    assert asyncio.run(main()) == ["closed"]

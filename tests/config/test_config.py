@@ -57,3 +57,17 @@ def test_none_is_the_default_and_flags_equal_keywords() -> None:
 def test_a_value_that_cannot_be_meant_is_refused(setting: str, value: object, allowed: str) -> None:
     with pytest.raises(ConfigError, match=setting.replace("_", "-") + " is .*" + allowed):
         engine_config("m", {setting: value})
+
+
+@pytest.mark.parametrize("setting", ["api_key", "served_model_name"])
+@pytest.mark.parametrize("value", ["", " ", ["one", ""], 5, [5]], ids=str)
+def test_an_empty_key_or_name_is_refused(setting: str, value: object) -> None:
+    """An empty key, as an unset variable gives one, would leave the server open."""
+    with pytest.raises(ConfigError, match=setting.replace("_", "-") + " is "):
+        engine_config("m", {setting: value})
+
+
+@pytest.mark.parametrize("flag", ["--kv-cache-memory-bytes=lots", "--default-chat-template-kwargs={"])
+def test_what_cannot_be_read_is_said_with_its_flag(flag: str) -> None:
+    with pytest.raises(ConfigError, match="^" + flag.removeprefix("--").partition("=")[0]):
+        engine_config("m", [flag])

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, processors, trainers
 
 from octavo.config import EngineConfig
-from octavo.errors import InvalidRequest, ModelLoadError
+from octavo.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from octavo.prompt.assets import PromptAssets, load_assets
 from octavo.prompt.renderer import PromptRenderer
 
@@ -242,3 +242,14 @@ def test_a_decoder_that_cannot_be_joined_token_by_token_is_refused_by_name() -> 
     tokenizer.decoder = tokenizers.decoders.WordPiece()
     with pytest.raises(ModelLoadError, match="WordPiece"):
         PromptRenderer(PromptAssets(tokenizer_json=tokenizer.to_str(), vocab_size=1))
+
+
+def test_a_long_text_is_tokenised_whole_when_it_may_fit_and_not_at_all_when_it_cannot(smollm2: Any) -> None:
+    text = "a b " * 700
+    ids = smollm2.encode(text)
+    assert smollm2.encode(text, longest=len(ids)) == ids
+    assert smollm2.encode(text, longest=-(-len(ids) // 2)) == ids  # the engine says by how much
+    spaces = " " * 10_000  # many characters a token: it fits, however long it looks
+    assert smollm2.completion(spaces, longest=len(smollm2.encode(spaces))) == [smollm2.encode(spaces)]
+    with pytest.raises(ContextLengthExceeded, match=r"the first 1600 of 2800 characters make \d+ tokens"):
+        smollm2.completion(text, longest=200)

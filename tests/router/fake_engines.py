@@ -51,6 +51,7 @@ class FakeEngine:
     ):
         self.name, self.model, self.assets = name, model, assets
         self.block_size = block_size
+        self.max_model_len = 4096
         self.epoch = uuid.uuid4().hex
         self.mode = "ok"
         self.state = "ready"
@@ -137,7 +138,7 @@ class FakeEngine:
         return web.json_response(
             {
                 "version": "0.1.0", "state": self.state, "epoch": self.epoch, "ranks": 1,
-                "model": {"name": self.model, "aliases": [], "adapters": [], "max_model_len": 4096},
+                "model": {"name": self.model, "aliases": [], "adapters": [], "max_model_len": self.max_model_len},
                 "prompt": {
                     "tokenizer_digest": self.assets.tokenizer_digest,
                     "template_digest": self.assets.template_digest,

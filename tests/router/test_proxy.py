@@ -10,6 +10,8 @@ import openai
 import pytest
 from fake_engines import FakeEngine, serving
 
+from octavo_router import proxy
+
 
 def test_the_openai_client_works_through_the_router(tmp_path: Path) -> None:
     async def main() -> None:
@@ -103,7 +105,11 @@ def test_headers_of_one_connection_stay_there_and_the_others_pass(tmp_path: Path
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_a_body_above_the_bound_is_refused_without_reading_it_all(tmp_path: Path, declared: bool) -> None:
+def test_a_body_above_the_bound_is_refused_without_reading_it_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, declared: bool
+) -> None:
+    monkeypatch.setattr(proxy, "LINGER_BYTES", 500)
+
     async def main() -> None:
         async with serving(tmp_path, [FakeEngine("e0")], max_body_bytes=1000) as site:
             host, port = site.url.removeprefix("http://").split(":")
@@ -125,6 +131,15 @@ def test_a_body_above_the_bound_is_refused_without_reading_it_all(tmp_path: Path
             writer.close()
             assert answer.startswith(b"HTTP/1.1 413") and b"1000 bytes" in answer
             assert await site.complete("short") == "e0"
+
+    asyncio.run(main())
+
+
+def test_who_writes_a_body_above_the_bound_to_its_end_reads_the_answer(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, [FakeEngine("e0")], max_body_bytes=1000) as site:
+            got, _, answer = await site.post("/v1/completions", {"model": "fake", "prompt": "x" * 2**23})
+            assert (got, answer["error"]["code"]) == (413, "request_too_large")
 
     asyncio.run(main())
 

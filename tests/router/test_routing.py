@@ -249,7 +249,9 @@ def test_load_that_other_routers_cause_is_seen(tmp_path: Path) -> None:
 
 def test_a_very_long_prompt_is_named_off_the_event_loop(tmp_path: Path) -> None:
     async def main() -> None:
-        async with serving(tmp_path, engines(1)) as site:
+        (engine,) = engines(1)
+        engine.max_model_len = 2**20
+        async with serving(tmp_path, [engine]) as site:
             await named_exactly(site)
             site.engines[0].tokenises = False  # it would do so on the event loop that this test shares
             longest = asyncio.create_task(site.complete("word " * 200_000))
@@ -262,6 +264,17 @@ def test_a_very_long_prompt_is_named_off_the_event_loop(tmp_path: Path) -> None:
             )  # a router that names prompts on its event loop answers one before and one after
             assert await longest == "e0"
             assert await site.complete("x" * 5_000_000) == "e0"  # above the bound: by its text
+            assert await site.metric("prompts_total", named_by="text") == 1
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_no_engine_takes_is_not_tokenised_whole(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, engines(1)) as site:
+            await named_exactly(site)
+            site.engines[0].tokenises = False
+            assert await site.complete("word " * 200_000) == "e0"  # who says what is wrong with it
             assert await site.metric("prompts_total", named_by="text") == 1
 
     asyncio.run(main())

@@ -71,7 +71,7 @@ async def _complete(
     try:
         if parsed.stream:
             await unless_gone(request, generation.start(answer_first=True))
-            return EventStream(_events(generation, answer, parsed.include_usage))
+            return EventStream(_events(generation, answer, parsed.include_usage), generation.close)
         return json_response(await unless_gone(request, _whole(generation, answer)))
     except ClientGone:
         await generation.close()

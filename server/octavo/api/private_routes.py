@@ -79,7 +79,13 @@ def private_routes(service: Service, drain: Callable[[], None]) -> APIRouter:
         await asyncio.wait({first}, timeout=ANSWER_WITHIN_S)
         if first.done() and (error := first.exception()) is not None:
             raise error
-        return EventStream(_events(stream, first))
+
+        async def close() -> None:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            await stream.aclose()
+
+        return EventStream(_events(stream, first), close)
 
     return routes
 
@@ -108,14 +114,9 @@ def _engine_request(raw: bytes) -> EngineRequest:
 
 
 async def _events(stream: OutputStream, first: asyncio.Future[EngineOutput]) -> AsyncGenerator[bytes, None]:
-    try:
-        yield event(_shown(await first))
-        async for output in stream:
-            yield event(_shown(output))
-    finally:
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await stream.aclose()
+    yield event(_shown(await first))
+    async for output in stream:
+        yield event(_shown(output))
 
 
 def _shown(output: EngineOutput) -> dict[str, Any]:

@@ -46,11 +46,12 @@ class ParsedRequest:
         self.tokens_as_ids = fields.flag("return_tokens_as_token_ids", False)
         self.sampling = sampling_params(fields, service.defaults, chat)
         if chat:
-            self.prompts = [renderer.chat(body)]
+            self.prompts = [renderer.chat(body, self.info.max_model_len)]
         else:
             if body.get("prompt") is None:
                 raise InvalidRequest("prompt is missing", param="prompt", code="missing_parameter")
-            self.prompts = renderer.completion(body["prompt"], fields.flag("add_special_tokens", True))
+            special = fields.flag("add_special_tokens", True)
+            self.prompts = renderer.completion(body["prompt"], special, self.info.max_model_len)
 
     def _stream_options(self) -> bool:
         options = self.fields.body.get("stream_options")

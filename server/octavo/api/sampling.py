@@ -43,7 +43,7 @@ def not_applied(generation_config: Mapping[str, Any]) -> list[str]:
 def sampling_params(fields: Fields, defaults: Defaults, chat: bool) -> SamplingParams:
     """Raises ``InvalidRequest`` naming the field, its value and what is allowed."""
     skip = fields.flag("skip_special_tokens", True)
-    if not skip and fields.flag("spaces_between_special_tokens", False):
+    if fields.flag("spaces_between_special_tokens", False) and not skip:
         raise InvalidRequest(
             "spaces_between_special_tokens is true: not supported, none are added",
             param="spaces_between_special_tokens",

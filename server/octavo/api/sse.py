@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -48,13 +48,14 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 class EventStream(Response):
     """An answer of events, an ASGI application. ``source`` is closed when it ends, and when the client
-    leaves.
+    leaves; then ``close`` is awaited, also where ``source`` never began.
 
     An exception of ``source`` becomes an event with the error envelope; ``[DONE]`` always comes last.
     """
 
-    def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, source: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]) -> None:
         self._source = source
+        self._close = close
         self.status_code = 200
         self.background = None
 
@@ -69,6 +70,7 @@ class EventStream(Response):
         finally:
             await _cancelled(writing, gone)
             await self._source.aclose()
+            await self._close()
 
     async def _write(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -15,6 +15,9 @@ from octavo.api.requests import off_loop
 from octavo.api.service import Service
 from octavo.errors import InvalidRequest
 
+# A text may be longer than what the model takes, up to about twice so many tokens: 64 MB of memory.
+LONGEST = 2**17
+
 
 def tokenize_routes(service: Service) -> APIRouter:
     routes = APIRouter()
@@ -38,17 +41,17 @@ def tokenize_routes(service: Service) -> APIRouter:
 
 def _tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     renderer, info = service.require_ready()
-    fields = _checked(service, body)
+    fields, longest = _checked(service, body), max(info.max_model_len, LONGEST)
     if "messages" in body:
         if fields.flag("add_special_tokens", False):  # the template has written them
-            tokens = renderer.encode(renderer.render(body), add_special_tokens=True)
+            tokens = renderer.encode(renderer.render(body), True, longest)
         else:
-            tokens = renderer.chat(body)
+            tokens = renderer.chat(body, longest)
     else:
         prompt = body.get("prompt")
         if not isinstance(prompt, str):
             raise wrong("prompt", prompt, "a string (or send messages)")
-        tokens = renderer.encode(prompt, fields.flag("add_special_tokens", True))
+        tokens = renderer.encode(prompt, fields.flag("add_special_tokens", True), longest)
     shown = fields.flag("return_token_strs", False)
     return {
         "count": len(tokens),

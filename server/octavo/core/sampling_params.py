@@ -39,7 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check("n", self.n, 1 <= self.n <= MAX_N, f"between 1 and {MAX_N}")
         _check("temperature", self.temperature, 0 <= self.temperature <= 2, "between 0 and 2")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
-        _check("top_k", self.top_k, self.top_k >= -1, "at least 1, or 0 or -1 for off")
+        _check("top_k", self.top_k, -1 <= self.top_k < 2**31, "1 to 2147483647, or 0 or -1 for off")
         if self.seed is not None:
             _check("seed", self.seed, -(2**63) <= self.seed < 2**63, "a 64-bit integer")
         if self.max_tokens is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from octavo.errors import InvalidRequest, ModelLoadError
+from octavo.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from octavo.prompt.assets import PromptAssets
 from octavo.prompt.chat_template import ChatTemplate, render_continued
 from octavo.prompt.messages import template_messages
@@ -16,6 +16,9 @@ from octavo.prompt.pieces import PieceTable
 
 # Names the renderer itself gives a template: a request sets them by their own fields.
 _RESERVED = ("messages", "add_generation_prompt", "tools", "documents", "continue_final_message")
+
+# How much text is tokenised at first of one that may be too long, in characters for each token that fits.
+_FIRST_CHARACTERS = 8
 
 
 class PromptRenderer:
@@ -66,22 +69,27 @@ class PromptRenderer:
         }
         return render_continued(self.template.render, names) if continued else self.template.render(names)
 
-    def chat(self, body: dict[str, Any]) -> list[int]:
-        """Token ids of a chat request. The template writes special tokens itself, so none are added."""
-        ids = self.encode(self.render(body), add_special_tokens=False)
+    def chat(self, body: dict[str, Any], longest: int | None = None) -> list[int]:
+        """Token ids of a chat request. The template writes special tokens itself, so none are added.
+
+        ``longest``: as in ``encode``.
+        """
+        ids = self.encode(self.render(body), add_special_tokens=False, longest=longest)
         if not ids:
             raise InvalidRequest("the chat template made an empty prompt of these messages", param="messages")
         return ids
 
-    def completion(self, prompt: Any, add_special_tokens: bool = True) -> list[list[int]]:
+    def completion(
+        self, prompt: Any, add_special_tokens: bool = True, longest: int | None = None
+    ) -> list[list[int]]:
         """Token ids of each prompt: a string, a list of strings, a list of ids, or a list of lists of ids.
 
         Strings get the tokenizer's own special tokens (BOS where the model has it); ids are taken as they
         are. Raises ``InvalidRequest`` naming the prompt that is empty, of the wrong type, or out of the
-        vocabulary.
+        vocabulary. ``longest``: as in ``encode``.
         """
         if isinstance(prompt, str):
-            return [self._text(prompt, "prompt", add_special_tokens)]
+            return [self._text(prompt, "prompt", add_special_tokens, longest)]
         if not isinstance(prompt, list):
             raise InvalidRequest(
                 f"prompt must be a string, a list of strings or token ids, not {prompt!r:.80}", param="prompt"
@@ -94,7 +102,7 @@ class PromptRenderer:
         for index, one in enumerate(prompt):
             where = f"prompt[{index}]"
             if isinstance(one, str):
-                prompts.append(self._text(one, where, add_special_tokens))
+                prompts.append(self._text(one, where, add_special_tokens, longest))
             elif isinstance(one, list):
                 prompts.append(self._ids(one, where))
             else:
@@ -103,9 +111,12 @@ class PromptRenderer:
                 )
         return prompts
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``. Raises ``InvalidRequest`` when it is not valid Unicode (a lone
-        surrogate).
+    def encode(self, text: str, add_special_tokens: bool = True, longest: int | None = None) -> list[int]:
+        """Token ids of ``text``. Raises ``InvalidRequest`` when it is not valid Unicode (a lone surrogate).
+
+        A text whose beginning alone makes more than twice ``longest`` tokens raises
+        ``ContextLengthExceeded``; the rest is not tokenised, which takes 200 bytes of memory a token and,
+        over megabytes, minutes.
         """
         try:
             text.encode("utf-8")
@@ -113,10 +124,28 @@ class PromptRenderer:
             raise InvalidRequest(
                 f"the text is not valid Unicode: {error.reason} at character {error.start}"
             ) from error
+        if longest is not None:
+            self._refuse_far_too_long(text, longest)
+        return self._encode(text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
             0
         ].ids
         return ids
+
+    def _refuse_far_too_long(self, text: str, longest: int) -> None:
+        """Twice as many, because a text cut in a word may make more tokens than the whole."""
+        size = _FIRST_CHARACTERS * longest
+        while size < len(text):
+            made = len(self._encode(text[:size], False))
+            if made > 2 * longest:
+                raise ContextLengthExceeded(
+                    f"the first {size} of {len(text)} characters make {made} tokens; at most {longest} fit: "
+                    "shorten the prompt",
+                    param="prompt",
+                )
+            size *= 2
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids``; ids outside the vocabulary are left out."""
@@ -133,9 +162,11 @@ class PromptRenderer:
         """The bytes one token stands for (empty for an id outside the vocabulary)."""
         return self.pieces.bytes_of(token_id)
 
-    def _text(self, text: str, where: str, add_special_tokens: bool) -> list[int]:
+    def _text(self, text: str, where: str, add_special_tokens: bool, longest: int | None) -> list[int]:
         try:
-            ids = self.encode(text, add_special_tokens)
+            ids = self.encode(text, add_special_tokens, longest)
+        except ContextLengthExceeded:
+            raise
         except InvalidRequest as error:
             raise InvalidRequest(f"{where}: {error.message}", param="prompt") from error
         if not ids:
