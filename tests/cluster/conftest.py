@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from cluster import binaries, client, images, network
@@ -48,7 +49,7 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(reason)
     binaries.CACHE.mkdir(parents=True, exist_ok=True)
     with (binaries.CACHE / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one test cluster at a time on a machine
+        _lock(lock)
         took = _Stopwatch()
         programs = binaries.provide()
         took("programs")
@@ -95,6 +96,15 @@ def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]
     cluster.kubectl("wait", "--for=condition=Ready", f"pod/{client.POD}", "-n", name, "--timeout=60s")
     yield name
     cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+def _lock(file: TextIO) -> None:
+    """Waits until no other run has a test cluster on this machine; a killed run's lock is gone."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("waiting for the test cluster of another run to end", flush=True)
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 class _Stopwatch:
