@@ -338,11 +338,16 @@ def test_errors_cross_the_border_whole():
 
 def test_an_engine_that_ends_before_it_is_told_what_to_do_is_reported_and_closed(run, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    long = EngineConfig(model="file:///nowhere", served_model_name="x" * (1 << 20))  # more than a pipe holds
+
+    def once_it_has_ended(launch):
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        return b"launch"
+
+    monkeypatch.setattr(messages, "encode_launch", once_it_has_ended)
 
     async def main():
         client = EngineClient()
-        await client.start(long, model_path=Path("/nowhere"))
+        await client.start(EngineConfig(model="file:///nowhere"), model_path=Path("/nowhere"))
         with pytest.raises(Unavailable, match="exit status 1"):
             await client.wait_ready()
         await client.close()
