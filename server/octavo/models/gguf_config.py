@@ -10,6 +10,9 @@ from octavo.gguf_file import GGUFFile
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma3": "Gemma3ForCausalLM"}
 _ACTIVATION = {"llama": "silu", "qwen3": "silu", "gemma3": "gelu_pytorch_tanh"}
 _GEMMA_27B_LAYERS = 62  # the one Gemma 3 whose query scale is hidden_size / heads, as in llama.cpp
+# How chat models end a turn. A file may number the end of the sequence alone, so these are looked for by name,
+# as llama.cpp does.
+_ENDS_OF_TURN = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>")
 
 # Parameter names inside a layer: GGUF's to ours (Hugging Face's).
 _LAYER_NAMES = {
@@ -111,4 +114,7 @@ def _eos(file: GGUFFile) -> list[int]:
     """Every token that ends generation: end of sequence, of turn, of message."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [file.metadata.get(f"tokenizer.ggml.{key}") for key in keys]
+    if "tokenizer.chat_template" in file.metadata:
+        tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+        found += [tokens.index(token) for token in _ENDS_OF_TURN if token in tokens]
     return list(dict.fromkeys(token for token in found if token is not None))
