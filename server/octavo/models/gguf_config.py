@@ -10,8 +10,8 @@ from octavo.gguf_file import GGUFFile
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma3": "Gemma3ForCausalLM"}
 _ACTIVATION = {"llama": "silu", "qwen3": "silu", "gemma3": "gelu_pytorch_tanh"}
 _GEMMA_27B_LAYERS = 62  # the one Gemma 3 whose query scale is hidden_size / heads, as in llama.cpp
-# How chat models end a turn. A file may number the end of the sequence alone, so these are looked for by name,
-# as llama.cpp does.
+# How chat models end a turn. A file may number the end of the sequence alone, so these are looked for by
+# name, as llama.cpp does.
 _ENDS_OF_TURN = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>")
 
 # Parameter names inside a layer: GGUF's to ours (Hugging Face's).
