@@ -138,7 +138,9 @@ class FakeEngine:
         return web.json_response(
             {
                 "version": "0.1.0", "state": self.state, "epoch": self.epoch, "ranks": 1,
-                "model": {"name": self.model, "aliases": [], "adapters": [], "max_model_len": self.max_model_len},
+                "model": {
+                    "name": self.model, "aliases": [], "adapters": [], "max_model_len": self.max_model_len,
+                },
                 "prompt": {
                     "tokenizer_digest": self.assets.tokenizer_digest,
                     "template_digest": self.assets.template_digest,
