@@ -18,6 +18,7 @@ import kube_tools
 HERE = Path(__file__).parent
 CACHE = kube_tools.cache_dir() / "cluster"
 KUBERNETES = "1.37.2"
+_GO_CACHE = CACHE / "go-cache"  # 5 GB that serve a build that was killed, and nothing once all is built
 GO_AT_LEAST = (1, 26)
 DEBIAN_PACKAGES = {  # a file that each package brings: the package
     "/usr/bin/containerd": "containerd",
@@ -100,6 +101,7 @@ def provide() -> dict[str, Path]:
     for module in MODULES:
         if not module.built.exists():
             _build(module)
+    shutil.rmtree(_GO_CACHE, ignore_errors=True)
     return {program: m.built / program for m in MODULES for program in m.packages}
 
 
@@ -115,7 +117,8 @@ def _build(module: Module) -> None:
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     print(f"building {', '.join(module.packages)} (the first time only)", file=sys.stderr, flush=True)
-    environment = os.environ | {"CGO_ENABLED": "0"}
+    caches = {"GOCACHE": f"{_GO_CACHE}/build", "GOMODCACHE": f"{_GO_CACHE}/modules", "GOFLAGS": "-modcacherw"}
+    environment = os.environ | {"CGO_ENABLED": "0"} | caches
     for program, package in module.packages.items():
         flags = ["-mod=readonly", "-trimpath", "-ldflags", module.ldflags, "-o", part / program]
         subprocess.run([go, "build", *flags, package], cwd=module.folder, check=True, env=environment)

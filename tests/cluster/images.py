@@ -29,6 +29,7 @@ _BASE_PACKAGES = "python3,python3-venv,ca-certificates"
 _KEEP_UNUSED = 80  # intermediate images (stages of earlier builds) before all of them are thrown away
 _PULL_TIMEOUT = 400.0  # seconds, for 5 GB on a busy machine
 _STORE = binaries.CACHE / "buildah"
+_TEMPORARY = binaries.CACHE / "buildah-tmp"  # layers while they are written, and the compiler's cache
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,10 @@ def _exists(image: str) -> bool:
 
 
 def _prune() -> None:
-    """Throws intermediate images away once there are many; the layers of the last build stay."""
+    """Throws away what killed builds left, and intermediate images once there are many."""
+    for leftover in _TEMPORARY.glob("buildah[0-9]*"):
+        shutil.rmtree(leftover)
+    _buildah("rm", "--all")
     unused = _buildah("images", "-q", "--filter", "dangling=true").split()
     if len(unused) > _KEEP_UNUSED:
         _buildah("rmi", "--prune", "--force")
@@ -174,7 +178,8 @@ def _buildah(*args: object, inside: bool = False) -> str:
     """Runs buildah on our own store. Raises RuntimeError with what it said."""
     prefix = network.INSIDE if inside else []
     command = [*prefix, "buildah", "--root", str(_STORE), "--runroot", f"{_STORE}-run", *map(str, args)]
-    env = os.environ | {"BUILDAH_ISOLATION": "chroot", "BUILDAH_FORMAT": "oci"}
+    _TEMPORARY.mkdir(parents=True, exist_ok=True)
+    env = os.environ | {"BUILDAH_ISOLATION": "chroot", "BUILDAH_FORMAT": "oci", "TMPDIR": str(_TEMPORARY)}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode != 0:
         raise RuntimeError(f"buildah {args[0]} failed:\n{(done.stdout + done.stderr)[-6000:]}")
