@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import secrets
 import time
 from collections import deque
@@ -62,11 +63,11 @@ class LLM:
     Raises ``ConfigError`` and ``ModelLoadError``, as ``octavo serve`` does.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
         from octavo.worker.executor import build_executor  # torch: only who makes an LLM needs it
 
-        self.config = engine_config(model, settings)
-        path = fetch(model, None, _log.info)
+        self.config = engine_config(os.fspath(model), settings)
+        path = fetch(self.config.model, None, _log.info)
         assets = load_assets(path, self.config)
         if missing := not_applied(assets.generation_config):
             _log.warning("the model's generation_config.json asks for %s: not applied", ", ".join(missing))
@@ -142,6 +143,8 @@ class LLM:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
+        if isinstance(params, str) or not all(isinstance(one, SamplingParams) for one in params):
+            raise InvalidRequest(f"params is {params!r:.100}: give SamplingParams, one for all or one each")
         if len(params) != len(prompts):
             raise InvalidRequest(
                 f"{len(params)} sampling params for {len(prompts)} prompts: give 1 or one each"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 GAUGES = [
@@ -92,6 +93,24 @@ def test_a_request_is_counted_once_in_each(fast: Any) -> None:
     after = totals()
     assert {name: after[f"vllm:{name}"] - before[f"vllm:{name}"] for name in counted} == counted
     assert fast.metric("vllm:request_success_total", finished_reason="length") == lengths + 1
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_sequence_that_a_stop_string_ends_is_timed_as_any_other(fast: Any, place: int) -> None:
+    stages = ("queue", "prefill", "decode", "inference")
+
+    def totals() -> list[tuple[float, float]]:
+        names = [f"vllm:request_{stage}_time_seconds" for stage in stages]
+        return [(fast.metric(f"{name}_count"), fast.metric(f"{name}_sum")) for name in names]
+
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "temperature": 0, "logprobs": 0}
+    tokens = fast.post("/v1/completions", body).json()["choices"][0]["logprobs"]["tokens"]
+    before = totals()
+    answer = fast.post("/v1/completions", {**body, "stop": tokens[place]}).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    for (count, seconds), (count_before, seconds_before) in zip(totals(), before, strict=True):
+        assert count == count_before + 1
+        assert seconds_before <= seconds < seconds_before + 60
 
 
 def test_our_own_metrics_tell_the_state_and_the_answers(fast: Any) -> None:

@@ -209,3 +209,22 @@ def test_without_max_tokens_a_sample_may_fill_the_context(llm):
 def test_an_unknown_setting_is_refused_by_name():
     with pytest.raises(ConfigError, match="'max_len'"):
         LLM("x", max_len=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 1.5), ("n", True), ("temperature", "hot"), ("temperature", None), ("top_p", None),
+        ("top_k", 2.5), ("seed", "x"), ("max_tokens", "5"), ("logprobs", True), ("stop", 5), ("stop", [5]), ("stop", ""),
+    ],
+)  # fmt: skip
+def test_sampling_params_of_the_wrong_type_are_refused_by_name(name, value):
+    with pytest.raises(InvalidRequest, match=f"^{name} is ") as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", [None]], ids=str)
+def test_params_that_are_none_are_refused(llm, params):
+    with pytest.raises(InvalidRequest, match="give SamplingParams"):
+        llm.generate("hi", params)

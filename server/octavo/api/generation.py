@@ -16,7 +16,7 @@ import msgspec
 
 from octavo.api.errors import InternalFault
 from octavo.api.metrics import Metrics
-from octavo.core.outputs import EngineOutput, EngineRequest, FinishReason
+from octavo.core.outputs import EngineOutput, EngineRequest, FinishReason, RequestTimes
 from octavo.core.plan import TokenLogprobs
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.client import EngineClient
@@ -52,6 +52,7 @@ class _Sequence:
         self.num_tokens = 0
         self.cached_tokens = 0
         self.last_time = 0.0
+        self.times: RequestTimes | None = None  # the engine's, with its first output and its last
         self.finished = False
 
 
@@ -167,13 +168,16 @@ class Generation:
         )
         sequence.num_tokens += len(counted)
         sequence.last_time = now
+        sequence.times = output.times or sequence.times
         sequence.cached_tokens = max(sequence.cached_tokens, output.num_cached_tokens)
         if delta.finish_reason is not None:
             sequence.finished = True
             self._metrics.finished(delta.finish_reason)
-            self._metrics.sequence(now - self._arrival, sequence.num_tokens, output.times)
             if output.finish_reason is None:  # a stop string: the engine does not know yet
                 self._engine.abort([output.request_id])
+                if sequence.times is not None:
+                    sequence.times = msgspec.structs.replace(sequence.times, finished=now)
+            self._metrics.sequence(now - self._arrival, sequence.num_tokens, sequence.times)
         logprobs = None if output.logprobs is None else output.logprobs[: delta.num_tokens]
         ended = (delta.finish_reason, delta.stop_reason)
         return [Delta(choice, delta.text, counted, logprobs, *ended) for choice in sequence.choices]

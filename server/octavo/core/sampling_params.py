@@ -32,10 +32,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        """Raises ``InvalidRequest`` naming the setting."""
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        elif not isinstance(self.stop, tuple):
+        elif isinstance(self.stop, list):
             msgspec.structs.force_setattr(self, "stop", tuple(self.stop))
+        for name in ("n", "top_k", "seed", "max_tokens", "logprobs"):
+            _check_number(name, getattr(self, name), int)
+        for name in ("temperature", "top_p"):
+            _check_number(name, getattr(self, name), float)
         _check("n", self.n, 1 <= self.n <= MAX_N, f"between 1 and {MAX_N}")
         _check("temperature", self.temperature, 0 <= self.temperature <= 2, "between 0 and 2")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
@@ -48,12 +53,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check(
                 "logprobs", self.logprobs, 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"
             )
-        _check("stop", self.stop, all(self.stop), "non-empty strings")
+        strings = isinstance(self.stop, tuple) and all(isinstance(one, str) and one for one in self.stop)
+        _check("stop", self.stop, strings, "non-empty strings")
 
     @property
     def greedy(self) -> bool:
         """True when the most likely token is taken each time."""
         return self.temperature == 0
+
+
+def _check_number(param: str, value: object, kind: type[int] | type[float]) -> None:
+    if value is None and param in ("seed", "max_tokens", "logprobs"):
+        return
+    ok = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+    _check(param, value, ok, "a whole number" if kind is int else "a number")
 
 
 def _check(param: str, value: object, ok: bool, allowed: str) -> None:
