@@ -147,6 +147,8 @@ def test_a_body_that_is_no_json_object_is_refused(fast: Any, body: bytes) -> Non
 def test_another_content_type_is_refused(fast: Any) -> None:
     answer = fast.http.post(fast.url + "/v1/completions", data={"model": "tiny"})
     assert error_of(answer, 415)["code"] == "unsupported_media_type"
+    packed = fast.post("/v1/completions", COMPLETION, headers={"Content-Encoding": "gzip"})
+    assert "'gzip'" in error_of(packed, 415)["message"]
 
 
 def test_too_large_a_body_is_refused_before_it_is_read(fast: Any) -> None:

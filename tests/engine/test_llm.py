@@ -215,7 +215,8 @@ def test_an_unknown_setting_is_refused_by_name():
     ("name", "value"),
     [
         ("n", 1.5), ("n", True), ("temperature", "hot"), ("temperature", None), ("top_p", None),
-        ("top_k", 2.5), ("seed", "x"), ("max_tokens", "5"), ("logprobs", True), ("stop", 5), ("stop", [5]), ("stop", ""),
+        ("top_k", 2.5), ("seed", "x"), ("max_tokens", "5"), ("logprobs", True),
+        ("stop", 5), ("stop", [5]), ("stop", ""),
     ],
 )  # fmt: skip
 def test_sampling_params_of_the_wrong_type_are_refused_by_name(name, value):

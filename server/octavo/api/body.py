@@ -27,6 +27,8 @@ async def read_body(request: Request) -> bytes:
         raise UnsupportedMediaType(
             f"the body's content type is {kind!r}: send JSON with the header Content-Type: application/json"
         )
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise UnsupportedMediaType(f"the body's content encoding is {encoding!r}: send it uncompressed")
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > MAX_BODY_BYTES + LINGER_BYTES:
         raise _too_large()
