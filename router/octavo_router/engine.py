@@ -193,7 +193,7 @@ class Engine:
 
     @property
     def lost(self) -> asyncio.Future[None]:
-        """Done once the engine is believed dead; a new one is made when it comes back."""
+        """Done once the engine is believed dead or says it is stuck; a new one is made when it comes back."""
         return self._lost
 
     @property
@@ -222,10 +222,12 @@ class Engine:
         if restarted:
             self.mean_s = 0.0
         self.info, self.state, self.error, self.misses = info, info.state, "", 0
-        if not self.alive:
-            self.alive = True
-            if self._lost.done():
-                self._lost = asyncio.get_running_loop().create_future()
+        self.alive = True
+        stuck = info.state in ("stalled", "dead")  # its server answers, what computes behind it does not
+        if stuck and not self._lost.done():
+            self._lost.set_result(None)
+        elif not stuck and self._lost.done():
+            self._lost = asyncio.get_running_loop().create_future()
         if info.load is not None:
             self._settle(info.load, asked_at)
             self.report(info.load)

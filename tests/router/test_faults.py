@@ -211,6 +211,28 @@ def test_the_last_refusal_is_passed_on_with_its_retry_after(tmp_path: Path) -> N
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("state", ["stalled", "dead"])
+def test_requests_that_wait_at_an_engine_that_says_it_is_stuck_go_elsewhere(
+    tmp_path: Path, state: str
+) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, [FakeEngine("e0"), FakeEngine("e1")]) as site:
+            stuck = site.engines[0]
+            stuck.hold = asyncio.Event()
+            waiting = [asyncio.create_task(site.post("/v1/completions", ask(i))) for i in range(6)]
+            await site.until(lambda: site.fleet.engines["e0"].inflight > 0)
+            stuck.state = state
+            async with asyncio.timeout(30):
+                answers = await asyncio.gather(*waiting)
+            assert {status for status, _, _ in answers} == {200}
+            stuck.hold.set()
+            stuck.state = "ready"
+            await site.until(lambda: site.fleet.engines["e0"].takes_work)
+            assert not site.fleet.engines["e0"].lost.done()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("state", ["loading", "warming", "draining", "paused", "stalled", "dead"])
 def test_only_ready_engines_get_work(tmp_path: Path, state: str) -> None:
     async def main() -> None:
