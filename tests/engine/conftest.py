@@ -24,8 +24,8 @@ def engine(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
 
     @contextlib.asynccontextmanager
-    async def start(name="fast", *, wait=True, stall_s=10.0, **settings):
-        client = EngineClient(stall_s=stall_s)
+    async def start(name="fast", *, wait=True, stall_s=10.0, end_stalled_s=30.0, **settings):
+        client = EngineClient(stall_s=stall_s, end_stalled_s=end_stalled_s)
         config = EngineConfig(model="file:///nowhere", **settings)
         await client.start(config, model_path=Path("/nowhere"), executor=f"fake_executor:{name}")
         try:

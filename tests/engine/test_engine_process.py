@@ -251,6 +251,18 @@ def test_an_engine_that_hangs_is_stalled_and_one_that_goes_on_is_ready(engine, r
     run(scenario())
 
 
+def test_an_engine_that_stays_stalled_is_ended_and_those_who_wait_are_told(engine, run, request_of):
+    async def scenario():
+        async with engine("paced", stall_s=1.0, end_stalled_s=0.5) as client:
+            waiting = client.submit([request_of("a", max_tokens=1000)])
+            os.kill(client.pid, signal.SIGSTOP)
+            with pytest.raises(Unavailable, match="did not answer"):
+                await collect(waiting)
+            assert client.state == "dead"
+
+    run(scenario())
+
+
 def test_a_long_step_that_was_foretold_is_no_stall_and_a_silent_one_is(engine, run, request_of):
     async def scenario():
         async with engine("slow", stall_s=0.8) as client:

@@ -33,6 +33,9 @@ from octavo.errors import InvalidRequest, OctavoError, Unavailable
 EngineState = Literal["loading", "warming", "ready", "draining", "stalled", "dead"]
 DEFAULT_EXECUTOR = "octavo.worker.executor:build_executor"
 STALL_S = 10.0  # silence after which a ready engine counts as stalled; its heartbeat comes every 0.5 s
+END_STALLED_S = (
+    30.0  # how long a stalled engine may still come back; then those who wait are told, and it is ended
+)
 LONG_STEP_SLACK = 5.0  # a step may take this many times what the engine foretold
 WATCH_S = 0.5  # how often silence is looked at
 LAST_WORDS_S = 0.3  # how long messages of a dead engine are still read: they say why it died
@@ -51,7 +54,7 @@ class EngineClient:
     ``Outputs`` message, the empty ones of an idle engine too.
     """
 
-    def __init__(self, *, stall_s: float = STALL_S) -> None:
+    def __init__(self, *, stall_s: float = STALL_S, end_stalled_s: float = END_STALLED_S) -> None:
         self.stage = "starting"
         self.detail = ""
         self.stages: list[tuple[str, str]] = []
@@ -64,6 +67,7 @@ class EngineClient:
         self._draining = False
         self._refusing = False
         self._stall_s = stall_s
+        self._end_stalled_s = end_stalled_s
         self._streams: dict[str, weakref.ref[OutputStream]] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
@@ -301,16 +305,21 @@ class EngineClient:
     # What the engine does not say
 
     async def _watch(self) -> None:
-        """Mark a ready engine stalled when it is silent for too long."""
+        """Mark a ready engine stalled when it is silent for too long, and end it when it stays so."""
         while self._failure is None:
             before = time.monotonic()
             await asyncio.sleep(WATCH_S)
             now = time.monotonic()
             if now - before > 2 * WATCH_S:  # this process was held up itself, its messages may be unread
                 self._last_heard = now
-            if self._state == "ready" and now - self._last_heard > self._allowed_silence:
-                _log.error("the engine has been silent for %.0f s: stalled", now - self._last_heard)
+            silence = now - self._last_heard
+            if self._state == "ready" and silence > self._allowed_silence:
+                _log.error("the engine has been silent for %.0f s: stalled", silence)
                 self._set_state("stalled")
+            elif self._state == "stalled" and silence > self._allowed_silence + self._end_stalled_s:
+                self._fail(Unavailable(f"the engine did not answer for {silence:.0f} s and was ended"))
+                assert self._process is not None
+                self._process.kill()
 
     def _wait_exit(self, process: subprocess.Popen[bytes]) -> None:
         """Runs in a thread of its own: returns when the engine has ended, whatever ended it."""
