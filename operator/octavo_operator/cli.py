@@ -16,6 +16,7 @@ from typing import Any
 
 import kopf
 
+from octavo.config import CommandParser
 from octavo.errors import ConfigError, OctavoError
 from octavo_operator import handlers, health, platform, resource
 from octavo_operator.cache import Body
@@ -32,9 +33,7 @@ CRD_RETRY_S = 2.0
 
 def main(argv: Sequence[str]) -> int:
     """Run until SIGTERM (0) or until the Lease is lost (1; the pod starts again)."""
-    parser = argparse.ArgumentParser(
-        prog="octavo operator", description="Reconcile InferenceServices in a cluster."
-    )
+    parser = CommandParser(prog="octavo operator", description="Reconcile InferenceServices in a cluster.")
     parser.add_argument(
         "--namespace", action="append", default=[], help="watch only this one; repeat for several"
     )

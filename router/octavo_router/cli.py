@@ -12,12 +12,11 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import uvicorn
 import uvloop
 
-from octavo.config import parse_size
+from octavo.config import CommandParser, parse_size
 from octavo.errors import ConfigError
 from octavo_router.app import Router, RouterSettings, build_app
 from octavo_router.cost import POLICIES
@@ -36,17 +35,12 @@ CLIENT_KEEPALIVE_S = 75
 BACKLOG = 2048  # connections that wait to be taken
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (`octavo router --help` lists what is allowed)")
-
-
 def parser() -> argparse.ArgumentParser:
     """The flags of ``octavo router``."""
-    out = _Parser(
-        prog="octavo router", allow_abbrev=False,
+    out = CommandParser(
+        prog="octavo router",
         description="Send OpenAI requests to the engine replica that gives the first token soonest.",
-    )  # fmt: skip
+    )
     out.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     out.add_argument(
         "--port", type=int, default=8000, help="port to listen on, 0: any free one (default: 8000)"

@@ -290,10 +290,7 @@ class Proxy:
         engine = selected.engine
         if not prefix.exact or len(prefix.hashes) != 1 or self._fleet.engines.get(engine.name) is not engine:
             return
-        if answer.cached is not None and answer.cached.isdigit():
-            actual: int | None = int(answer.cached)
-        else:
-            actual = tail.cached_tokens() if answer.response is not None else cached_tokens(answer.first)
+        actual = tail.cached_tokens() if answer.response is not None else cached_tokens(answer.first)
         if actual is None:
             return
         predicted = selected.choice.cached_tokens

@@ -49,7 +49,6 @@ class Answer:
     first: bytes
     response: aiohttp.ClientResponse | None
     load: str | None
-    cached: str | None
 
     @property
     def is_stream(self) -> bool:
@@ -160,8 +159,7 @@ async def _first_byte(
         response.close()
         raise
     kept = end_to_end(response.raw_headers)
-    get = response.headers.get
-    return Answer(response.status, kept, first, rest, get("x-octavo-load"), get("x-octavo-cached-tokens"))
+    return Answer(response.status, kept, first, rest, response.headers.get("x-octavo-load"))
 
 
 class _Delta(msgspec.Struct):

@@ -196,9 +196,14 @@ def _bounds(low: float | None, high: float | None) -> str:
     return f"at least {low}" if low is not None else f"at most {high}"
 
 
-class _Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
+    """Parses every subcommand: no abbreviations; a mistake is a ``ConfigError``, one line for the user."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        raise ConfigError(f"{message} (`{self.prog} --help` lists what is allowed)")
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -231,7 +236,7 @@ def engine_config(model: str, args: Sequence[str] | Mapping[str, Any] = ()) -> E
         if unknown := sorted(set(args) - known):
             raise ConfigError(f"unknown setting {unknown[0]!r}: known are {', '.join(sorted(known))}")
         return EngineConfig(model=model, **args)
-    parser = _Parser(prog="octavo serve", add_help=False, allow_abbrev=False)
+    parser = CommandParser(prog="octavo serve", add_help=False)
     add_engine_flags(parser)
     values, others = parser.parse_known_args(list(args))
     if others:

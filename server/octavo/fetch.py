@@ -8,7 +8,6 @@ package either: importing one may load a whole other runtime.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import errno
 import importlib.metadata
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from octavo.config import CommandParser
 from octavo.errors import ConfigError, ModelLoadError
 
 SUPPORTED = "a path, file:///path, package://module/file or hf://org/name[@revision]"
@@ -306,7 +306,7 @@ def link_entry(path: Path, dest: Path) -> Path:
 
 def main(argv: Sequence[str]) -> int:
     """``octavo fetch URI [DEST]``: fetch, link ``DEST/model`` to the result and print the path to serve."""
-    parser = argparse.ArgumentParser(prog="octavo fetch", description="Bring a model to a folder.")
+    parser = CommandParser(prog="octavo fetch", description="Bring a model to a folder.")
     parser.add_argument("uri", metavar="URI", help=SUPPORTED)
     parser.add_argument(
         "dest", metavar="DEST", nargs="?", type=Path, help=f"folder; DEST/{ENTRY} links to the model"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from octavo.config import CommandParser
 from octavo.errors import ConfigError
 from octavo_operator.local.machine import state_folder
 from octavo_operator.local.manifest import Manifest
@@ -17,7 +17,7 @@ DEFAULT_PORT = 8000
 
 def main(argv: Sequence[str]) -> int:
     """Run until Ctrl-C, or with ``--once`` until the first answer. Raises ``OctavoError``."""
-    parser = argparse.ArgumentParser(prog="octavo up", description=__doc__)
+    parser = CommandParser(prog="octavo up", description=__doc__)
     parser.add_argument(
         "-f", "--file", type=Path, required=True, help="manifest; its edits are applied as it runs"
     )

@@ -14,7 +14,6 @@ from octavo.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from octavo.errors import InvalidRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's completions; a chat may fill the context
-_NOT_APPLIED = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "no_repeat_ngram_size": 0}
 
 
 class Defaults(msgspec.Struct, frozen=True):
@@ -29,15 +28,6 @@ class Defaults(msgspec.Struct, frozen=True):
     def of(cls, generation_config: Mapping[str, Any]) -> Defaults:
         values = {name: generation_config.get(name) for name in cls.__struct_fields__}
         return cls(**{name: value for name, value in values.items() if value is not None})
-
-
-def not_applied(generation_config: Mapping[str, Any]) -> list[str]:
-    """Settings of the model's generation config that ask for something the sampler does not have yet."""
-    return [
-        f"{name} {generation_config[name]}"
-        for name, off in _NOT_APPLIED.items()
-        if generation_config.get(name, off) not in (off, None)
-    ]
 
 
 def sampling_params(fields: Fields, defaults: Defaults, chat: bool) -> SamplingParams:

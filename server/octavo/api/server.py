@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -10,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Generator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -18,7 +17,7 @@ from starlette.types import ASGIApp
 
 from octavo.api.app import private_app, public_app
 from octavo.api.service import Service
-from octavo.config import EngineConfig, add_engine_flags
+from octavo.config import CommandParser, EngineConfig, add_engine_flags
 from octavo.engine.client import EngineClient
 from octavo.errors import ConfigError
 
@@ -188,16 +187,9 @@ def set_up_logging(level: str) -> None:
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def parse_args(argv: Sequence[str]) -> EngineConfig:
     """Settings from ``MODEL [flags]``. Raises ``ConfigError``; ``--help`` prints and exits."""
-    parser = _Parser(
-        prog="octavo serve", description="Serve a model over the OpenAI API.", allow_abbrev=False
-    )
+    parser = CommandParser(prog="octavo serve", description="Serve a model over the OpenAI API.")
     parser.add_argument("model", metavar="MODEL", help="a path, or a file://, package:// or hf:// address")
     add_engine_flags(parser)
     values, unknown = parser.parse_known_args(list(argv))

@@ -13,9 +13,10 @@ from typing import Any
 
 from octavo import __version__
 from octavo.api.metrics import Metrics
-from octavo.api.sampling import Defaults, not_applied
+from octavo.api.sampling import Defaults
 from octavo.api.threads import in_daemon_thread
 from octavo.config import EngineConfig
+from octavo.core.generation_config import not_applied
 from octavo.engine.client import EngineClient
 from octavo.engine.messages import Ready
 from octavo.errors import ModelNotFound, OctavoError, Unavailable
