@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "octavo_kernels": KERNELS,
     "octavo.errors": set(),
     "octavo.config": {"octavo.errors"},
-    "octavo.fetch": {"octavo.errors"},
+    "octavo.fetch": {"octavo.config", "octavo.errors"},
     "octavo.gguf_file": {"octavo.errors"},
     "octavo.core": CORE,
     "octavo.prompt": PROMPT,
