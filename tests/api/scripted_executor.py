@@ -47,13 +47,13 @@ class ScriptedExecutor:
             return RowResult(row.request_id, [], error="logits are NaN")
         if row.start == 0 and row.token_ids[0] == DIE:
             os.kill(os.getpid(), signal.SIGKILL)
-        if row.sample is None:
+        if not row.samples:
             return RowResult(row.request_id, [])
-        ranked = self._ranked(row.token_ids[-1], row.sample)
+        ranked = self._ranked(row.token_ids[-1], row.samples[0])
         logprobs = None
-        if row.sample.logprobs is not None:
+        if row.samples[0].logprobs is not None:
             top = [(token, -0.5 - rank) for rank, token in enumerate(ranked)]
-            logprobs = [TokenLogprobs(-0.5, 1, top[: row.sample.logprobs])]
+            logprobs = [TokenLogprobs(-0.5, 1, top[: row.samples[0].logprobs])]
         return RowResult(row.request_id, [ranked[0]], logprobs)
 
     def _ranked(self, last, sample):

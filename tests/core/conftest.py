@@ -75,9 +75,9 @@ class TokenExecutor:
                 assert self.slots[group][self._slot(table, position)] == digests[position], (
                     f"{name} reads another prefix at position {position} of group {group}"
                 )
-        if row.sample is None:
+        if not row.samples:
             return RowResult(name, [])
-        assert row.sample.position == end == len(truth)
+        assert row.samples[0].position == end == len(truth)
         if name in self.faulty:
             return RowResult(name, [], error="logits are NaN")
         token = self.next_token(digests[-1])

@@ -145,7 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for plan in self.bench.executor.plans[-1:]:
             assert plan.num_tokens <= self.bench.settings.max_num_batched_tokens
             if not self.bench.settings.enable_chunked_prefill:
-                assert all(row.sample is not None for row in plan.rows)
+                assert all(row.samples for row in plan.rows)
 
     def teardown(self):
         if not hasattr(self, "bench"):

@@ -44,7 +44,7 @@ class CountingExecutor:
                 os.kill(os.getpid(), signal.SIGKILL)
             if row.token_ids[0] == self.FAIL_ROW:
                 return RowResult(row.request_id, [], error="logits are NaN")
-        return RowResult(row.request_id, [row.sample.position % 99] if row.sample else [])
+        return RowResult(row.request_id, [row.samples[0].position % 99] if row.samples else [])
 
 
 def fast(config, path, progress):

@@ -25,7 +25,7 @@ class Executor:
 
     def execute(self, plan):
         return StepResult(
-            plan.step, [RowResult(row.request_id, [7] if row.sample else []) for row in plan.rows]
+            plan.step, [RowResult(row.request_id, [7] if row.samples else []) for row in plan.rows]
         )
 
 

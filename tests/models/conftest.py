@@ -169,7 +169,7 @@ class Engine:
         runner = self.executor.runner
         blocks = list(range(-(-len(ids) // runner.block_size)))
         hidden = runner.model.forward(
-            runner.inputs.fill([Row("logits", list(ids), 0, [blocks], None)]), runner.caches
+            runner.inputs.fill([Row("logits", list(ids), 0, [blocks])]), runner.caches
         )
         return runner.model.logits(hidden[-last:], None)
 

@@ -172,15 +172,15 @@ def test_a_copied_block_holds_what_its_source_held(make_tiny, engine) -> None:
     (prompt,) = prompts(20, seed=11)
     runner = engine("qwen3").executor.runner
     draw = SampleSpec(0.0, 0, 1.0, 0, 0, 20)
-    whole = runner.run(StepPlan(0, [Row("a", prompt, 0, [[5, 6]], draw)])).rows[0]
-    runner.run(StepPlan(1, [Row("a", prompt[:19], 0, [[7, 8]], None)]))
-    plan = StepPlan(2, [Row("b", prompt[19:], 19, [[9, 10]], draw)], copies=[(7, 9), (8, 10)])
+    whole = runner.run(StepPlan(0, [Row("a", prompt, 0, [[5, 6]], [draw])])).rows[0]
+    runner.run(StepPlan(1, [Row("a", prompt[:19], 0, [[7, 8]])]))
+    plan = StepPlan(2, [Row("b", prompt[19:], 19, [[9, 10]], [draw])], copies=[(7, 9), (8, 10)])
     assert runner.run(plan).rows[0].token_ids == whole.token_ids
 
 
 def test_rows_that_do_not_draw_give_nothing(engine) -> None:
     batch = prompts(9, 4, 3, seed=12)
-    draws = [None, SampleSpec(0.0, 0, 1.0, 0, 0, 4), None]
+    draws = [[], [SampleSpec(0.0, 0, 1.0, 0, 0, 4)], []]
     rows = [Row(str(i), ids, 0, [[i]], draws[i]) for i, ids in enumerate(batch)]
     result = engine("llama").executor.execute(StepPlan(7, rows))
     assert result.step == 7

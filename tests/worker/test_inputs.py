@@ -16,7 +16,7 @@ def inputs() -> StepInputs:
 
 
 def row(start: int, tokens: list[int], blocks: list[int]) -> Row:
-    return Row("r", tokens, start, [blocks], None)
+    return Row("r", tokens, start, [blocks])
 
 
 def test_a_mixed_step_is_laid_out_flat() -> None:
@@ -54,5 +54,5 @@ def test_a_decode_step_reuses_its_views() -> None:
 def test_the_largest_step_fills_rows_and_tokens() -> None:
     plan = largest_step(max_rows=8, max_tokens=100, block_size=16)
     assert (len(plan.rows), plan.num_tokens) == (8, 96)
-    assert all(r.sample is not None for r in plan.rows)
+    assert all(r.samples for r in plan.rows)
     assert len(largest_step(max_rows=500, max_tokens=100, block_size=16).rows) == 100

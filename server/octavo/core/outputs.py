@@ -12,8 +12,21 @@ from octavo.core.sampling_params import SamplingParams
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+class Feature(msgspec.Struct, frozen=True):
+    """A piece of the prompt that token ids do not tell (an image): the tokens from ``offset`` on, ``length``
+    of them, stand for what ``identifier`` names. It goes into the names of the blocks that it covers.
+    """
+
+    identifier: str
+    offset: int
+    length: int
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate. A request with n > 1 becomes n of these with ``sample_index`` 0 .. n-1.
+    """One sequence to generate. A request with n > 1 becomes n of these with ``sample_index`` 0 .. n-1, all
+    with the same ``group`` and prompt, handed over together: they share the prompt's blocks and are scheduled
+    and preempted as one. With ``sampling.use_beam_search`` a group of n is one search with n beams, and
+    ``sample_index`` is the rank of the result.
 
     ``prompt_token_ids`` may end in tokens already generated elsewhere (``num_prior_output_tokens`` of them):
     the sequence then goes on from there with the same random numbers. ``sampling.seed`` and
@@ -25,7 +38,15 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     sample_index: int = 0
     num_prior_output_tokens: int = 0
+    group: str | None = None
     cache_salt: str | None = None
+    adapter: str | None = None
+    features: tuple[Feature, ...] = ()
+    priority: int = 0  # lower is served first, under the policy ``priority``
+    deadline: float | None = (
+        None  # seconds since the epoch: refused if it cannot start, ended when it is past
+    )
+    tenant: str | None = None
     arrival_time: float = 0.0
 
 
@@ -41,8 +62,10 @@ class RequestTimes(msgspec.Struct, frozen=True):
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New tokens of one request. Each request ends with exactly one output whose ``finish_reason`` is set.
 
-    ``stop_reason`` is the stop token's id when it was not the model's end of sequence. ``num_cached_tokens``
-    is how many prompt tokens the prefix cache held when the request was first scheduled.
+    ``stop_reason`` is the stop token's id when it was not the model's end of sequence; "timeout" with the
+    reason "abort" says that the deadline is past. ``num_cached_tokens`` is how many prompt tokens the prefix
+    cache held when the request was first scheduled. ``prompt_logprobs``, for the first sample and once, has
+    an entry for each prompt token but the first. ``cumulative_logprob`` is a beam's.
     """
 
     request_id: str
@@ -53,6 +76,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop_reason: int | str | None = None
     error: str | None = None
     times: RequestTimes | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

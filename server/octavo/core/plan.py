@@ -8,9 +8,32 @@ from __future__ import annotations
 
 import msgspec
 
+NO_BLOCK = -1  # in a block table: nothing is kept there (it slid out of a window), and nothing reads it
+
+
+class LogitRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What changes a row's logits before a token is drawn; one object a request, None where nothing does.
+
+    Penalties follow the OpenAI API and vLLM: presence and frequency count output tokens, repetition counts
+    prompt and output. ``banned_until`` are tokens not drawn while the output is shorter than ``min_tokens``.
+    ``bad_words`` are token sequences whose last token is not drawn after the others. ``grammar`` is a
+    compiled-form grammar (``octavo.sampling.grammar``) that the output has to follow.
+    """
+
+    num_prompt_tokens: int  # of the row's ``history``; the rest is output
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    banned_until: tuple[int, ...] = ()
+    grammar: str | None = None
+
 
 class SampleSpec(msgspec.Struct, frozen=True, gc=False):
-    """How to draw the next token of one row.
+    """How to draw one token of one row.
 
     The draw is a pure function of (seed, sample_index, position): the same whatever the batch, and replayable
     elsewhere. ``position`` is the index of the token to be drawn within the whole sequence, prompt included.
@@ -23,34 +46,65 @@ class SampleSpec(msgspec.Struct, frozen=True, gc=False):
     sample_index: int
     position: int
     logprobs: int | None = None
+    min_p: float = 0.0
+    rules: LogitRules | None = None
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
     """One sequence's share of a step: tokens to compute at positions ``start``, ``start + 1``, ...
 
     ``block_tables`` holds one list of physical block numbers per KV group, long enough for the last token
-    computed. ``sample`` is None when the chunk does not reach the end of the sequence (nothing is drawn).
-    ``drafts`` are the speculative tokens at the end of ``token_ids``, to be verified.
+    computed; ``NO_BLOCK`` where a group keeps nothing.
+
+    ``samples`` are the draws from the logits after the last token: none while a chunk does not reach the end
+    of the sequence, one as a rule, one for each sample where a prompt with n > 1 ends.
+
+    ``drafts`` are speculative tokens, computed after ``token_ids`` in the same pass; then ``samples`` is one
+    spec, whose position is that of the first draft, and the token at each draft's place is drawn from the
+    target by its own random number: drafts equal to the draws are accepted, the first other draw ends the
+    row's tokens.
+
+    ``history`` is all tokens of the sequence before the drafts, where a rule, a grammar, a draft model or
+    ``prompt_logprobs`` need them. ``prompt_logprobs`` (k alternatives) asks for the log probabilities of the
+    tokens that follow each of ``token_ids`` within the prompt.
     """
 
     request_id: str
     token_ids: list[int]
     start: int
     block_tables: list[list[int]]
-    sample: SampleSpec | None
+    samples: list[SampleSpec] = []
     drafts: list[int] = []
+    history: list[int] | None = None
+    prompt_logprobs: int | None = None
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """Blocks to move between the pool and the host tier: (device block, host block) pairs.
+
+    Saves read blocks as all earlier steps left them; neither end of a transfer is used by any row or other
+    transfer until it is reported done.
+    """
+
+    id: int
+    load: bool  # host to device; else device to host
+    blocks: list[tuple[int, int]]
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One forward pass. ``copies`` are (source, destination) blocks to copy first (copy on write)."""
+    """One forward pass. ``copies`` are (source, destination) blocks to copy first (copy on write).
+
+    ``transfers`` start with this step and run beside it. A plan without rows waits for a transfer to end.
+    """
 
     step: int
     rows: list[Row]
     copies: list[tuple[int, int]] = []
+    transfers: list[Transfer] = []
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(row.token_ids) for row in self.rows)
+        return sum(len(row.token_ids) + len(row.drafts) for row in self.rows)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -62,19 +116,32 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):
-    """Tokens drawn for one row: one, or more with speculation; none when ``sample`` was None.
+    """What one row gave.
 
-    ``error`` is set when this row alone failed (for instance NaN logits).
+    ``token_ids``: one for each of its samples, or with drafts the accepted ones and one more; ``logprobs``
+    likewise, where asked for. ``prompt_logprobs``: one for each of the row's tokens whose successor is in the
+    prompt. ``drafts``: what a draft model proposes to follow. ``error`` is set when this row alone failed
+    (for instance NaN logits).
     """
 
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    drafts: list[int] = []
+
+
+class TransferDone(msgspec.Struct, frozen=True):
+    """A transfer that has ended, and how long the copying took."""
+
+    id: int
+    seconds: float
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What a step produced, rows in the order of the plan."""
+    """What a step produced, rows in the order of the plan, and the transfers that ended meanwhile."""
 
     step: int
     rows: list[RowResult]
+    done: list[TransferDone] = []

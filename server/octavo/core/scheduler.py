@@ -168,20 +168,22 @@ class Scheduler:
         """Plan the next tokens of a sequence that has its blocks. Returns how many."""
         start, total = request.num_computed_tokens, len(request.token_ids)
         end = min(total, start + budget)
-        sample = None
+        samples: list[SampleSpec] = []
         if end == total:
             sampling = request.request.sampling
-            sample = SampleSpec(
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-                sampling.seed,  # type: ignore[arg-type]  # check_request has seen to it
-                request.request.sample_index,
-                end,
-                sampling.logprobs,
-            )
+            samples = [
+                SampleSpec(
+                    sampling.temperature,
+                    sampling.top_k,
+                    sampling.top_p,
+                    sampling.seed,  # type: ignore[arg-type]  # check_request has seen to it
+                    request.request.sample_index,
+                    end,
+                    sampling.logprobs,
+                )
+            ]
         rows.append(
-            Row(request.request_id, request.token_ids[start:end], start, request.block_tables, sample)
+            Row(request.request_id, request.token_ids[start:end], start, request.block_tables, samples)
         )
         request.num_computed_tokens = end
         self.kv.register(request)
@@ -226,11 +228,11 @@ class Scheduler:
         for request, row, drawn in zip(planned, plan.rows, result.rows, strict=True):
             if request.finished:
                 continue
-            if drawn.error is not None or (row.sample is not None and not drawn.token_ids):
+            if drawn.error is not None or (row.samples and not drawn.token_ids):
                 outputs.append(
                     self._finish(request, [], "error", error=drawn.error or "the step drew no token")
                 )
-            elif row.sample is not None:
+            elif row.samples:
                 outputs.append(self._take_tokens(request, drawn, now))
         if any(output.finish_reason is not None for output in outputs):
             self.running = [request for request in self.running if not request.finished]

@@ -138,7 +138,7 @@ def warm_up(runner: ModelRunner, size: sizing.CacheSize) -> None:
     for start, count in ((0, length), (length, 1)):
         if count > 0:
             draw = SampleSpec(0.0, 0, 1.0, 0, 0, start + count)
-            runner.run(StepPlan(0, [Row("warm-up", [0] * count, start, blocks, draw)]))
+            runner.run(StepPlan(0, [Row("warm-up", [0] * count, start, blocks, [draw])]))
 
 
 def _load_kernels(device: torch.device, dtype: torch.dtype) -> Ops:

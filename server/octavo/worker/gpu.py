@@ -28,4 +28,4 @@ def largest_step(max_rows: int, max_tokens: int, block_size: int) -> StepPlan:
     share = max_tokens // rows
     table = [list(range(-(-share // block_size)))]
     draw = SampleSpec(0.0, 0, 1.0, 0, 0, share)
-    return StepPlan(0, [Row(str(i), [0] * share, 0, table, draw) for i in range(rows)])
+    return StepPlan(0, [Row(str(i), [0] * share, 0, table, [draw]) for i in range(rows)])

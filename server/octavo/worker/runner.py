@@ -42,16 +42,16 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """One forward pass. A row whose logits are not finite gets an error of its own."""
-        if any(row.drafts for row in plan.rows):
-            raise ValueError("a row has drafts: speculation is not supported by this runner")
+        if any(row.drafts or len(row.samples) > 1 for row in plan.rows):
+            raise ValueError("a row has drafts or several samples: not supported by this runner")
         if plan.copies:
             self._copy(plan.copies)
         hidden = self.model.forward(self.inputs.fill(plan.rows), self.caches)
-        drawing = [i for i, row in enumerate(plan.rows) if row.sample is not None]
+        drawing = [i for i, row in enumerate(plan.rows) if row.samples]
         results: dict[int, Draw] = {}
         if drawing:
             logits = self.model.logits(hidden, self._last_tokens(plan.rows, drawing, len(hidden)))
-            draws = sample(logits, [s for row in plan.rows if (s := row.sample) is not None])
+            draws = sample(logits, [spec for row in plan.rows for spec in row.samples])
             results = dict(zip(drawing, draws, strict=True))
         return StepResult(plan.step, [_row_result(row, results.get(i)) for i, row in enumerate(plan.rows)])
 
