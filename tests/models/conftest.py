@@ -62,6 +62,12 @@ class Reference:
 
     model: Any
 
+    def tables(self, tokens: int, first: int = 0) -> list[list[int]]:
+        """Block tables of so many tokens, one a KV group, over the blocks from ``first`` on."""
+        blocks = -(-tokens // self.executor.runner.block_size)
+        groups = range(len(self.executor.info.kv["groups"]))
+        return [list(range(first + blocks * group, first + blocks * (group + 1))) for group in groups]
+
     @torch.inference_mode()
     def logits(self, ids: Sequence[int], last: int = 0) -> torch.Tensor:
         """Logits [positions, V] after each of the ``last`` tokens (0: all)."""
@@ -163,13 +169,19 @@ class Engine:
                 outputs[output.request_id].append(output)
         return list(outputs.values())
 
+    def tables(self, tokens: int, first: int = 0) -> list[list[int]]:
+        """Block tables of so many tokens, one a KV group, over the blocks from ``first`` on."""
+        blocks = -(-tokens // self.executor.runner.block_size)
+        groups = range(len(self.executor.info.kv["groups"]))
+        return [list(range(first + blocks * group, first + blocks * (group + 1))) for group in groups]
+
     @torch.inference_mode()
     def logits(self, ids: Sequence[int], last: int = 0) -> torch.Tensor:
         """Logits [positions, V] of one prompt in one step, after each of its ``last`` tokens (0: all)."""
         runner = self.executor.runner
-        blocks = list(range(-(-len(ids) // runner.block_size)))
+        tables = self.tables(len(ids))
         hidden = runner.model.forward(
-            runner.inputs.fill([Row("logits", list(ids), 0, [blocks])]), runner.caches
+            runner.inputs.fill([Row("logits", list(ids), 0, tables)]), runner.caches
         )
         return runner.model.logits(hidden[-last:], None)
 

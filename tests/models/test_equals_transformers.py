@@ -185,5 +185,63 @@ def test_rows_that_do_not_draw_give_nothing(engine) -> None:
     result = engine("llama").executor.execute(StepPlan(7, rows))
     assert result.step == 7
     assert [(row.request_id, len(row.token_ids)) for row in result.rows] == [("0", 0), ("1", 1), ("2", 0)]
-    with pytest.raises(ValueError, match="drafts"):
-        engine("llama").executor.execute(StepPlan(8, [Row("0", [1, 2], 0, [[0]], draws[1], drafts=[2])]))
+
+
+def greedy(position: int, **fields) -> SampleSpec:
+    return SampleSpec(0.0, 0, 1.0, 0, 0, position, **fields)
+
+
+def run(engine, *rows: Row):
+    return engine.executor.execute(StepPlan(0, list(rows))).rows
+
+
+def test_several_samples_draw_from_the_same_logits(engine) -> None:
+    tiny = engine("llama")
+    (prompt,) = prompts(20, seed=13)
+    specs = [SampleSpec(1.0, 0, 1.0, 5, sample, 20) for sample in range(4)]
+    other = Row("o", prompt[:4], 0, tiny.tables(4, first=8))
+    together, _ = run(tiny, Row("a", prompt, 0, tiny.tables(20), specs), other)
+    alone = [run(tiny, Row("a", prompt, 0, tiny.tables(20), [spec]))[0].token_ids[0] for spec in specs]
+    assert together.token_ids == alone
+    assert len(set(alone)) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_are_accepted_exactly_as_far_as_they_equal_the_draws(temperature, engine, tokens) -> None:
+    """The row's tokens are those that single steps draw, whatever the drafts are."""
+    tiny = engine("qwen3")
+    (prompt,) = prompts(30, seed=14)
+    params = SamplingParams(temperature=temperature, seed=9, max_tokens=6, ignore_eos=True, logprobs=2)
+    (outputs,) = tiny.generate([prompt], [params])
+    (right,) = tokens([outputs])
+    spec = SampleSpec(temperature, 0, 1.0, 9, 0, 31, logprobs=2)
+    for wrong in range(6):
+        drafts = [token if i != wrong else (token + 1) % VOCABULARY for i, token in enumerate(right[1:])]
+        tables = tiny.tables(40)
+        run(tiny, Row("a", prompt, 0, tables))
+        (row,) = run(tiny, Row("a", right[:1], 30, tables, [spec], drafts=drafts))
+        made = row.token_ids[: len(right) - 1]
+        assert made == right[1 : 1 + len(made)]
+        assert len(row.token_ids) == min(wrong, 5) + 1
+        given = [entry for output in outputs[1:] for entry in output.logprobs or []]
+        for one, other in zip(row.logprobs or [], given, strict=False):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+
+
+def test_scores_of_a_prompt_are_transformers_in_chunks_too(make_tiny, engine, monkeypatch) -> None:
+    monkeypatch.setattr("octavo.worker.runner.LOGIT_ROWS", 7)
+    tiny, (prompt,) = engine("gemma3"), prompts(50, seed=15)
+    truth = torch.log_softmax(make_tiny("gemma3").reference.logits(prompt), -1)
+    tables, given = tiny.tables(50), []
+    for start, end in ((0, 20), (20, 50)):
+        samples = [greedy(50)] if end == 50 else []
+        row = Row("a", prompt[start:end], start, tables, samples, history=prompt, prompt_logprobs=3)
+        (result,) = run(tiny, row)
+        assert len(result.token_ids) == len(samples)
+        given += result.prompt_logprobs
+    assert len(given) == 49
+    for place, entry in enumerate(given):
+        row = truth[place]
+        assert entry.logprob == pytest.approx(float(row[prompt[place + 1]]), abs=1e-4)
+        assert entry.rank == 1 + int((row > row[prompt[place + 1]]).sum())
+        assert [value for _, value in entry.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)

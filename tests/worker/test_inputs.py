@@ -2,7 +2,7 @@
 
 import torch
 
-from octavo.core.plan import Row
+from octavo.core.plan import NO_BLOCK, Row
 from octavo.layers.batch import ActivationBuffers, ActivationShape
 from octavo.worker.gpu import largest_step
 from octavo.worker.inputs import StepInputs
@@ -10,9 +10,12 @@ from octavo.worker.inputs import StepInputs
 CPU = torch.device("cpu")
 
 
-def inputs() -> StepInputs:
+ZERO_PAGE = 99
+
+
+def inputs(groups: int = 1) -> StepInputs:
     shape = ActivationShape(hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=8)
-    return StepInputs(ActivationBuffers(shape, 32, torch.float32, CPU), 4, 64, 4, CPU)
+    return StepInputs(ActivationBuffers(shape, 32, torch.float32, CPU), 4, 64, 4, groups, ZERO_PAGE, CPU)
 
 
 def row(start: int, tokens: list[int], blocks: list[int]) -> Row:
@@ -20,7 +23,7 @@ def row(start: int, tokens: list[int], blocks: list[int]) -> Row:
 
 
 def test_a_mixed_step_is_laid_out_flat() -> None:
-    batch = inputs().fill([row(5, [7], [9, 2]), row(3, [1, 2, 3], [4, 6]), row(0, [8, 8], [5])])
+    (batch,) = inputs().fill([row(5, [7], [9, 2]), row(3, [1, 2, 3], [4, 6]), row(0, [8, 8], [5])])
     assert batch.token_ids.tolist() == [7, 1, 2, 3, 8, 8]
     assert batch.positions.tolist() == [5, 3, 4, 5, 0, 1]
     assert batch.slots.tolist() == [2 * 4 + 1, 4 * 4 + 3, 6 * 4, 6 * 4 + 1, 5 * 4, 5 * 4 + 1]
@@ -36,17 +39,36 @@ def test_tables_follow_when_a_row_gets_other_blocks() -> None:
     blocks = [1, 2]
     step.fill([row(4, [1], blocks), row(0, [1], [3])])
     blocks[1] = 7  # the caller's list may change after the step
-    batch = step.fill([row(5, [1], blocks), row(1, [1], [3])])
+    (batch,) = step.fill([row(5, [1], blocks), row(1, [1], [3])])
     assert batch.attention.block_tables[0, :2].tolist() == [1, 7]
-    batch = step.fill([row(1, [1], [3])])
+    (batch,) = step.fill([row(1, [1], [3])])
     assert batch.attention.block_tables[0, 0].item() == 3
     assert batch.slots.tolist() == [3 * 4 + 1]
 
 
+def test_each_group_of_layers_has_tables_and_slots_of_its_own() -> None:
+    rows = [Row("r", [7], 9, [[1, 2, 3], [NO_BLOCK, 5, 6]]), Row("s", [8], 4, [[4, 7], [8, 9]])]
+    full, sliding = inputs(groups=2).fill(rows)
+    assert full.slots.tolist() == [3 * 4 + 1, 7 * 4]
+    assert sliding.slots.tolist() == [6 * 4 + 1, 9 * 4]
+    assert full.attention.block_tables[0, :3].tolist() == [1, 2, 3]
+    assert sliding.attention.block_tables[0, :3].tolist() == [ZERO_PAGE, 5, 6]
+    assert full.token_ids is sliding.token_ids and full.activations is sliding.activations
+
+
+def test_drafts_follow_the_tokens_of_their_row() -> None:
+    drafting = Row("r", [7], 5, [[9, 2]], drafts=[3, 4])
+    (batch,) = inputs().fill([drafting, row(0, [8], [5])])
+    assert batch.token_ids.tolist() == [7, 3, 4, 8]
+    assert batch.positions.tolist() == [5, 6, 7, 0]
+    assert batch.attention.seq_lens.tolist() == [8, 1]
+    assert batch.attention.max_query_len == 3
+
+
 def test_a_decode_step_reuses_its_views() -> None:
     step = inputs()
-    first = step.fill([row(0, [1], [0])])
-    second = step.fill([row(1, [2], [0])])
+    (first,) = step.fill([row(0, [1], [0])])
+    (second,) = step.fill([row(1, [2], [0])])
     assert first.token_ids is second.token_ids
     assert first.activations is second.activations
 

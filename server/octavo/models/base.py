@@ -98,13 +98,17 @@ class CausalLM:
     def build_layer(self, build: Builder, index: int) -> DecoderLayer:
         raise TypeError(f"{type(self).__name__} does not say how its layers are built")
 
-    def forward(self, batch: ForwardBatch, caches: Sequence[Tensor]) -> Tensor:
-        """Run T tokens through all layers, writing their keys and values -> hidden states [T, hidden]."""
-        self._embedding(batch)
-        for layer, cache in zip(self._layers, caches, strict=True):
-            layer(batch, cache)
-        self._norm.add_and_norm(batch.activations)
-        return batch.activations.x
+    def forward(self, batches: Sequence[ForwardBatch], caches: Sequence[tuple[int, Tensor]]) -> Tensor:
+        """Run T tokens through all layers, writing their keys and values -> hidden states [T, hidden].
+
+        ``batches`` is one step as each KV group sees it; ``caches`` names each layer's group, and its pages.
+        """
+        self._embedding(batches[0])
+        for layer, (group, pages) in zip(self._layers, caches, strict=True):
+            layer(batches[group], pages)
+        activations = batches[0].activations
+        self._norm.add_and_norm(activations)
+        return activations.x
 
     def logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """Float32 logits [S, vocabulary] of the given rows of ``hidden`` (None: of all)."""

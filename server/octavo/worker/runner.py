@@ -8,13 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.core.plan import Row, RowResult, StepPlan, StepResult
+from octavo.core.plan import Row, SampleSpec, StepPlan, StepResult
 from octavo.layers.batch import ActivationBuffers
 from octavo.models.base import CausalLM
-from octavo.sampling.sampler import Draw, sample
+from octavo.sampling.logprobs import token_logprobs
+from octavo.sampling.sampler import NOT_FINITE, Draw, sample
+from octavo.worker.draws import draws_of, row_result
 from octavo.worker.inputs import StepInputs
 from octavo.worker.sizing import CacheSize
 from octavo_kernels import Ops
+
+LOGIT_ROWS = 256  # rows of logits held at once: with a vocabulary of 262,144 a quarter of a GiB
 
 
 class ModelRunner:
@@ -33,47 +37,65 @@ class ModelRunner:
         self.model, self._ops, self._device = model, ops, device
         self.max_rows, self.max_tokens = max_num_seqs, activations.max_tokens
         self.block_size = size.block_size
-        self.inputs = StepInputs(activations, max_num_seqs, size.max_model_len, size.block_size, device)
-        shape = ops.kv_cache_shape(
-            size.num_blocks, size.block_size, model.shape.kv_heads, model.shape.head_dim
+        self.inputs = StepInputs(
+            activations, max_num_seqs, size.max_model_len, size.block_size, 1, size.num_blocks, device
         )
-        self.caches = [zeroed(shape, dtype, device) for _ in range(model.config.num_layers)]
+        shape = ops.kv_cache_shape(
+            size.num_blocks + 1, size.block_size, model.shape.kv_heads, model.shape.head_dim
+        )
+        self.pages = [zeroed(shape, dtype, device) for _ in range(model.config.num_layers)]
+        self.caches = [(0, page) for page in self.pages]
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """One forward pass. A row whose logits are not finite gets an error of its own."""
-        if any(row.drafts or len(row.samples) > 1 for row in plan.rows):
-            raise ValueError("a row has drafts or several samples: not supported by this runner")
         if plan.copies:
             self._copy(plan.copies)
+        if not plan.rows:
+            return StepResult(plan.step, [])
         hidden = self.model.forward(self.inputs.fill(plan.rows), self.caches)
-        drawing = [i for i, row in enumerate(plan.rows) if row.samples]
-        results: dict[int, Draw] = {}
-        if drawing:
-            logits = self.model.logits(hidden, self._last_tokens(plan.rows, drawing, len(hidden)))
-            draws = sample(logits, [spec for row in plan.rows for spec in row.samples])
-            results = dict(zip(drawing, draws, strict=True))
-        return StepResult(plan.step, [_row_result(row, results.get(i)) for i, row in enumerate(plan.rows)])
+        ends = np.cumsum([len(row.token_ids) + len(row.drafts) for row in plan.rows]).tolist()
+        draws = [list(draws_of(row, end)) for row, end in zip(plan.rows, ends, strict=True)]
+        drawn = iter(self._draw(hidden, [draw for each in draws for draw in each]))
+        results = []
+        for row, end, each in zip(plan.rows, ends, draws, strict=True):
+            scores = None if row.prompt_logprobs is None else self._score_prompt(hidden, row, end)
+            results.append(row_result(row, [next(drawn) for _ in each], scores))
+        return StepResult(plan.step, results)
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
         pairs = torch.tensor(copies, dtype=torch.int64, device=self._device)
-        for cache in self.caches:
-            self._ops.copy_blocks(cache, pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
+        for pages in self.pages:
+            self._ops.copy_blocks(pages, pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
 
-    def _last_tokens(self, rows: Sequence[Row], drawing: Sequence[int], tokens: int) -> Tensor | None:
-        """Which tokens of the batch end a drawing row, int64; None when each token does."""
-        if len(drawing) == tokens:
-            return None
-        ends = np.cumsum([len(row.token_ids) for row in rows]) - 1
-        return torch.from_numpy(ends[drawing]).to(self._device)
+    def _draw(self, hidden: Tensor, wanted: Sequence[tuple[int, SampleSpec]]) -> list[Draw]:
+        draws: list[Draw] = []
+        for first in range(0, len(wanted), LOGIT_ROWS):
+            part = wanted[first : first + LOGIT_ROWS]
+            logits = self._logits(hidden, [token for token, _ in part])
+            draws += sample(logits, [spec for _, spec in part])
+        return draws
 
+    def _score_prompt(self, hidden: Tensor, row: Row, end: int) -> list[Draw]:
+        """The log probabilities of the known tokens that follow each of a row's own."""
+        assert row.history is not None and row.prompt_logprobs is not None
+        begin = end - len(row.drafts) - len(row.token_ids)
+        following = row.history[row.start + 1 : row.start + 1 + len(row.token_ids)]
+        scores: list[Draw] = []
+        for first in range(0, len(following), LOGIT_ROWS):
+            part = following[first : first + LOGIT_ROWS]
+            tokens = range(begin + first, begin + first + len(part))
+            for token, logits in zip(part, self._logits(hidden, tokens).cpu().numpy(), strict=True):
+                known = np.isfinite(logits.max())
+                logprobs = token_logprobs(logits, token, row.prompt_logprobs) if known else None
+                scores.append(Draw(token, logprobs, None if known else NOT_FINITE))
+        return scores
 
-def _row_result(row: Row, draw: Draw | None) -> RowResult:
-    if draw is None:
-        return RowResult(row.request_id, [])
-    if draw.error is not None:
-        return RowResult(row.request_id, [], error=draw.error)
-    return RowResult(row.request_id, [draw.token], None if draw.logprobs is None else [draw.logprobs])
+    def _logits(self, hidden: Tensor, tokens: Sequence[int]) -> Tensor:
+        """Float32 logits [len(tokens), V] after these tokens of the batch; ``tokens`` may repeat some."""
+        if len(tokens) == len(hidden) and list(tokens) == list(range(len(hidden))):
+            return self.model.logits(hidden, None)
+        return self.model.logits(hidden, torch.tensor(tokens, device=self._device))
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
