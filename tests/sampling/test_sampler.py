@@ -5,13 +5,16 @@ import pytest
 import torch
 
 from octavo.core.plan import SampleSpec
-from octavo.sampling.sampler import sample
+from octavo.sampling.rules import RuleBook
+from octavo.sampling.sampler import Sampler
+
+sample = Sampler(RuleBook(8)).sample
 
 
 def spec(
-    temperature=1.0, top_k=0, top_p=1.0, seed=0, sample_index=0, position=0, logprobs=None
+    temperature=1.0, top_k=0, top_p=1.0, seed=0, sample_index=0, position=0, logprobs=None, min_p=0.0
 ) -> SampleSpec:
-    return SampleSpec(temperature, top_k, top_p, seed, sample_index, position, logprobs)
+    return SampleSpec(temperature, top_k, top_p, seed, sample_index, position, logprobs, min_p)
 
 
 def tokens(logits: torch.Tensor, specs: list[SampleSpec]) -> list[int]:
@@ -57,6 +60,10 @@ def test_top_k_and_top_p_cut_and_renormalise() -> None:
         ({"top_p": 0.8}, [0, 0.4 / 0.85, 0.15 / 0.85, 0.3 / 0.85, 0]),
         ({"top_p": 0.3}, [0, 1, 0, 0, 0]),
         ({"top_k": 3, "top_p": 0.5}, [0, 4 / 7, 0, 3 / 7, 0]),  # top_p counts the mass that top_k left: 0.85
+        ({"min_p": 0.3}, [0, 0.4 / 0.85, 0.15 / 0.85, 0.3 / 0.85, 0]),
+        ({"min_p": 1.0}, [0, 1, 0, 0, 0]),
+        ({"min_p": 0.3, "top_p": 0.8}, [0, 4 / 7, 0, 3 / 7, 0]),  # and that min_p left: 0.7 of 0.85
+        ({"min_p": 0.01}, [0.05, 0.4, 0.15, 0.3, 0.1]),
     ]
     for settings, expected in cases:
         assert (
@@ -79,9 +86,9 @@ def test_a_row_is_the_same_alone_and_in_any_company(logits: torch.Tensor) -> Non
     """Case 1: a seeded request beside one without a seed, and every other mixture."""
     settings = [
         {"temperature": 0.8}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.9}, {"temperature": 1.7,
-        "logprobs": 3},
+        "logprobs": 3}, {"min_p": 0.1}, {"min_p": 0.02, "top_k": 9, "top_p": 0.8},
     ]  # fmt: skip
-    specs = [spec(seed=42, position=i, **settings[i % 5]) for i in range(70)]
+    specs = [spec(seed=42, position=i, **settings[i % 7]) for i in range(70)]
     together = sample(logits, specs)
     assert together == [sample(logits[i : i + 1], [specs[i]])[0] for i in range(70)]
     order = list(reversed(range(70)))

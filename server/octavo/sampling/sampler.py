@@ -1,16 +1,17 @@
 """From logits to tokens. Each row is drawn by itself, so no row changes because of its neighbours.
 
 Greedy rows cost one argmax. A random row is drawn by inverting the cumulative distribution at one uniform
-number (``octavo.sampling.random``): over the vocabulary in its order, or, where top-k or top-p cut it, over
-the tokens from the most likely down, equal ones by id. All of it runs in numpy: on CPUs its argmax, sort and
-exp are many times faster than torch's, and a row's result does not depend on how many rows there are.
+number (``octavo.sampling.random``): over the vocabulary in its order, or, where min-p, top-k or top-p cut it
+(in this order, after the temperature, as vLLM), over the tokens from the most likely down, equal ones by id.
+A row with rules (``octavo.sampling.rules``) is drawn from a changed copy. All of it runs in numpy: on CPUs
+its argmax, sort and exp are many times faster than torch's, and a row's result does not depend on how many
+rows there are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -20,12 +21,11 @@ from torch import Tensor
 from octavo.core.plan import SampleSpec, TokenLogprobs
 from octavo.sampling.logprobs import token_logprobs
 from octavo.sampling.random import uniforms
-
-Row: TypeAlias = NDArray[np.float32]
+from octavo.sampling.rules import Past, Row, RuleBook, RuleFault
 
 MIN_TEMPERATURE = 1e-6  # below it float32 logits differ by more than the temperature: the draw is greedy
-_PART = 64  # tokens summed together before the cumulative sum
 NOT_FINITE = "the model produced logits that are not finite numbers (NaN or infinity)"
+_PART = 64  # tokens summed together before the cumulative sum
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,27 +37,56 @@ class Draw:
     error: str | None = None
 
 
-def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Draw]:
-    """Draw one token for each row of float32 logits [S, V].
+class Sampler:
+    """Draws tokens. ``rules`` keeps what it counted for the sequences whose rows have rules."""
 
-    A row with NaN, +infinity or nothing but -infinity gets an error; -infinity alone is a token of
-    probability zero. Equal logits: the lowest token id wins. Log probabilities are the model's own, before
-    temperature and cuts.
-    """
-    best, peaks = _maxima(logits)
-    finite = np.isfinite(peaks).tolist()
-    random = [i for i, spec in enumerate(specs) if spec.temperature > 0 and finite[i]]
-    numbers = dict(zip(random, _uniforms(specs, random), strict=True)) if random else {}
-    rows = _rows(logits, [i for i, spec in enumerate(specs) if i in numbers or spec.logprobs is not None])
-    draws = []
-    for i, spec in enumerate(specs):
-        if not finite[i]:
-            draws.append(Draw(token=-1, error=NOT_FINITE))
-            continue
-        token = _draw(rows[i], peaks[i], spec, numbers[i]) if i in numbers else best[i]
-        logprobs = None if spec.logprobs is None else token_logprobs(rows[i], token, spec.logprobs)
-        draws.append(Draw(token, logprobs))
-    return draws
+    def __init__(self, rules: RuleBook) -> None:
+        self._rules = rules
+
+    def sample(
+        self, logits: Tensor, specs: Sequence[SampleSpec], pasts: Sequence[Past | None] | None = None
+    ) -> list[Draw]:
+        """Draw one token for each row of float32 logits [S, V].
+
+        ``pasts`` say what each draw follows; a row without rules needs none. Draws of one past may come with
+        different positions, one after each of its drafts.
+
+        A row with NaN, +infinity or nothing but -infinity gets an error, and so does one whose rules leave no
+        token; -infinity alone is a token of probability zero. Equal logits: the lowest token id wins. Log
+        probabilities are the model's own, before rules, temperature and cuts.
+        """
+        best, peaks = _maxima(logits)
+        errors = [None if fine else NOT_FINITE for fine in np.isfinite(peaks).tolist()]
+        random = [i for i, spec in enumerate(specs) if spec.temperature > 0 and errors[i] is None]
+        numbers = dict(zip(random, _uniforms(specs, random), strict=True)) if random else {}
+        ruled = [i for i, spec in enumerate(specs) if spec.rules is not None and errors[i] is None]
+        shown = [i for i, spec in enumerate(specs) if spec.logprobs is not None]
+        rows = _rows(logits, sorted({*random, *ruled, *shown}))
+        changed = dict(rows)
+        for i in ruled:
+            try:
+                changed[i] = self._changed(rows[i], specs[i], pasts[i] if pasts else None)
+            except RuleFault as fault:
+                errors[i] = str(fault)
+                continue
+            best[i] = int(changed[i].argmax())
+            peaks[i] = changed[i][best[i]]
+            if not np.isfinite(peaks[i]):
+                errors[i] = NOT_FINITE
+        draws = []
+        for i, spec in enumerate(specs):
+            if (error := errors[i]) is not None:
+                draws.append(Draw(token=-1, error=error))
+                continue
+            token = _draw(changed[i], peaks[i], spec, numbers[i]) if i in numbers else best[i]
+            logprobs = None if spec.logprobs is None else token_logprobs(rows[i], token, spec.logprobs)
+            draws.append(Draw(token, logprobs))
+        return draws
+
+    def _changed(self, row: Row, spec: SampleSpec, past: Past | None) -> Row:
+        if spec.rules is None or past is None:
+            raise ValueError("a draw with rules needs the tokens that it follows")
+        return self._rules.changed(row, spec.rules, past, spec.position)
 
 
 def _maxima(logits: Tensor) -> tuple[list[int], Row]:
@@ -88,7 +117,7 @@ def _uniforms(specs: Sequence[SampleSpec], chosen: Sequence[int]) -> list[float]
 
 def _draw(row: Row, peak: np.float32, spec: SampleSpec, number: float) -> int:
     inverse = np.float32(1.0 / max(spec.temperature, MIN_TEMPERATURE))
-    if spec.top_k in (0, -1) and spec.top_p >= 1.0:
+    if spec.top_k in (0, -1) and spec.top_p >= 1.0 and spec.min_p <= 0.0:
         return _draw_from_all(np.exp((row - peak) * inverse), number)
     return _draw_from_top(row, peak, inverse, spec, number)
 
@@ -107,17 +136,20 @@ def _draw_from_all(weights: Row, number: float) -> int:
 
 
 def _draw_from_top(row: Row, peak: np.float32, inverse: np.float32, spec: SampleSpec, number: float) -> int:
-    """Keep the k most likely, of those the fewest that hold top_p of the mass (at least one), and draw among
-    them.
+    """Keep the tokens at least min_p times as likely as the first, the k most likely of them, and of those
+    the fewest that hold top_p of their mass (at least one); draw among them.
     """
-    size = len(row)
-    k = size if spec.top_k in (0, -1) else min(spec.top_k, size)
-    values = row if k == size else np.partition(row, size - k)[size - k :]
+    values = row
+    if spec.min_p > 0.0:
+        values = row[np.exp((row - peak) * inverse) >= np.float32(spec.min_p)]
+    size = len(values)
+    kept = size if spec.top_k in (0, -1) else min(spec.top_k, size)
+    if kept < size:
+        values = np.partition(values, size - kept)[size - kept :]
     descending = np.sort(values)[::-1]
     cumulative = np.cumsum(np.exp((descending - peak) * inverse), dtype=np.float64)
-    kept = k
     if spec.top_p < 1.0:
-        kept = min(k, int(np.searchsorted(cumulative, spec.top_p * cumulative[-1], side="left")) + 1)
+        kept = min(kept, int(np.searchsorted(cumulative, spec.top_p * cumulative[-1], side="left")) + 1)
     place = int(np.searchsorted(cumulative[:kept], number * cumulative[kept - 1], side="right"))
     place = min(place, kept - 1)
     value = descending[place]

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import msgspec
 
 from octavo.core.plan import Row, RowResult, SampleSpec, TokenLogprobs
+from octavo.sampling.rules import Past
 from octavo.sampling.sampler import Draw
 
+Wanted: TypeAlias = tuple[int, SampleSpec, Past | None]
 
-def draws_of(row: Row, end: int) -> Iterator[tuple[int, SampleSpec]]:
-    """(token of the batch whose logits are drawn from, how) for a row whose last token is ``end`` - 1.
+
+def draws_of(row: Row, end: int) -> Iterator[Wanted]:
+    """(token of the batch whose logits are drawn from, how, after what) for a row whose last token is
+    ``end`` - 1.
 
     Several samples draw from the same logits. With drafts one is drawn at each draft's place and one after.
     """
     first = end - 1 - len(row.drafts)
+    past = None if row.history is None else Past(row.request_id, row.history, row.drafts)
     if not row.drafts:
-        yield from ((first, spec) for spec in row.samples)
+        yield from ((first, spec, past) for spec in row.samples)
     elif row.samples:
-        yield from ((first + i, moved(row.samples[0], i)) for i in range(len(row.drafts) + 1))
+        yield from ((first + i, moved(row.samples[0], i), past) for i in range(len(row.drafts) + 1))
 
 
 def moved(spec: SampleSpec, by: int) -> SampleSpec:

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.core.plan import Row, SampleSpec, StepPlan, StepResult
+from octavo.core.plan import Row, StepPlan, StepResult
 from octavo.layers.batch import ActivationBuffers
 from octavo.models.base import CausalLM
 from octavo.sampling.logprobs import token_logprobs
-from octavo.sampling.sampler import NOT_FINITE, Draw, sample
-from octavo.worker.draws import draws_of, row_result
+from octavo.sampling.rules import RuleBook
+from octavo.sampling.sampler import NOT_FINITE, Draw, Sampler
+from octavo.worker.draws import Wanted, draws_of, row_result
 from octavo.worker.inputs import StepInputs
 from octavo.worker.sizing import CacheSize
 from octavo_kernels import Ops
@@ -45,6 +46,7 @@ class ModelRunner:
         )
         self.pages = [zeroed(shape, dtype, device) for _ in range(model.config.num_layers)]
         self.caches = [(0, page) for page in self.pages]
+        self._sampler = Sampler(RuleBook(max_num_seqs))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -68,12 +70,12 @@ class ModelRunner:
         for pages in self.pages:
             self._ops.copy_blocks(pages, pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
 
-    def _draw(self, hidden: Tensor, wanted: Sequence[tuple[int, SampleSpec]]) -> list[Draw]:
+    def _draw(self, hidden: Tensor, wanted: Sequence[Wanted]) -> list[Draw]:
         draws: list[Draw] = []
         for first in range(0, len(wanted), LOGIT_ROWS):
             part = wanted[first : first + LOGIT_ROWS]
-            logits = self._logits(hidden, [token for token, _ in part])
-            draws += sample(logits, [spec for _, spec in part])
+            tokens, specs, pasts = zip(*part, strict=True)
+            draws += self._sampler.sample(self._logits(hidden, tokens), specs, pasts)
         return draws
 
     def _score_prompt(self, hidden: Tensor, row: Row, end: int) -> list[Draw]:
