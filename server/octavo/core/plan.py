@@ -67,6 +67,11 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     ``history`` is all tokens of the sequence before the drafts, where a rule, a grammar, a draft model or
     ``prompt_logprobs`` need them. ``prompt_logprobs`` (k alternatives) asks for the log probabilities of the
     tokens that follow each of ``token_ids`` within the prompt.
+
+    ``propose`` is how many tokens a draft model shall propose to follow the row's draws
+    (``RowResult.drafts``; fewer where ``block_tables[0]`` has no room for the draws and all but the last of
+    the proposals). It computes only the rows with ``propose``: give it to all rows of a sequence, chunks of
+    its prompt too.
     """
 
     request_id: str
@@ -77,6 +82,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     drafts: list[int] = []
     history: list[int] | None = None
     prompt_logprobs: int | None = None
+    propose: int = 0
 
 
 class Transfer(msgspec.Struct, frozen=True):
