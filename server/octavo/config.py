@@ -19,6 +19,8 @@ from octavo.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+SPECULATIVE_METHODS = ("ngram", "draft_model")
+MAX_DRAFTS = 64  # tokens guessed at a time, or matched
 HASH_ALGOS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*(|k|M|G|T|Ki|Mi|Gi|Ti)B?$")
 _UNIT = {
@@ -58,6 +60,55 @@ def _json_object(text: str | Mapping[str, Any]) -> dict[str, Any]:
     return value
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are guessed ahead of the model; the names are vLLM's. Raises ``ConfigError``.
+
+    ``method`` "ngram" takes what followed the last tokens where they occurred before, the longest match of
+    ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens; "draft_model" asks the smaller ``model`` (a path or
+    an address as ``octavo serve`` takes) of the same vocabulary.
+    """
+
+    num_speculative_tokens: int
+    method: str = ""
+    model: str | None = None
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
+
+    def __post_init__(self) -> None:
+        method, model = self.method, self.model
+        if model in ("ngram", "[ngram]"):
+            method, model = method or "ngram", None
+        method = method or ("draft_model" if model else "ngram")
+        if method not in SPECULATIVE_METHODS:
+            known = " or ".join(SPECULATIVE_METHODS)
+            raise ConfigError(f"method {method!r} is not supported: choose {known}")
+        if (method == "draft_model") != isinstance(model, str):
+            raise ConfigError(
+                f"model is {model!r} with the method {method!r}: a draft_model is a path or an address, "
+                "ngram has none"
+            )
+        object.__setattr__(self, "method", method)
+        object.__setattr__(self, "model", model)
+        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+            low = self.prompt_lookup_min if name == "prompt_lookup_max" else 1
+            object.__setattr__(self, name, _number(name, getattr(self, name), True, low, MAX_DRAFTS))
+
+    @classmethod
+    def of(cls, value: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig | None:
+        """From JSON, as the flag has it, or a dict; "none" is off."""
+        if value == "none":
+            return None
+        if isinstance(value, SpeculativeConfig):
+            return value
+        fields, known = _json_object(value), [field.name for field in dataclasses.fields(cls)]
+        if unknown := sorted(set(fields) - set(known)):
+            raise ConfigError(f"unknown field {unknown[0]!r}: known are {', '.join(known)}")
+        if "num_speculative_tokens" not in fields:
+            raise ConfigError("num_speculative_tokens is missing: say how many tokens to guess at a time")
+        return cls(**fields)
+
+
 def _setting(
     default: Any,
     help: str,
@@ -93,6 +144,11 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = _setting(
         None, "size of the KV cache, e.g. 256Mi; default on CPU: a share of free memory", parse=parse_size
     )
+    swap_space: float | None = _setting(
+        None, "GiB of host memory for preempted sequences; default: 4 with a GPU, else a quarter of the KV "
+        "cache", parse=lambda value: _number("swap-space", value, False, 0, None), metavar="GIB",
+    )  # fmt: skip
+    kv_offloading_gib: float = _setting(0.0, "GiB of host memory for cached blocks that are evicted", low=0)
     max_model_len: int | str | None = _setting(
         None, "longest prompt plus output; auto or -1: the longest that fits; default: the model's own",
         parse=parse_max_model_len, metavar="N|auto",
@@ -115,7 +171,12 @@ class EngineConfig:
     tensor_parallel_size: int = _setting(1, "tensor parallel ranks", off=(1,))
     pipeline_parallel_size: int = _setting(1, "pipeline parallel ranks", off=(1,))
     quantization: str | None = _setting(None, "quantisation of safetensors weights", off=("none",))
-    speculative_config: str | None = _setting(None, "speculative decoding", off=("none",))
+    speculative_config: SpeculativeConfig | None = _setting(
+        None, "guess tokens ahead; JSON: num_speculative_tokens, and method ngram or a draft model",
+        parse=SpeculativeConfig.of, metavar="JSON",
+    )  # fmt: skip
+    speculative_model: str | None = _setting(None, "the draft model (speculative-config says more)")
+    num_speculative_tokens: int | None = _setting(None, "tokens speculative-model guesses at a time")
     reasoning_parser: str | None = _setting(None, "splits reasoning from the answer", off=("none",))
     kv_cache_dtype: str = _setting("auto", "type of the KV cache", off=("auto",))
     log_level: str = _setting("info", "how much to log", choices=("debug", "info", "warning", "error"))
@@ -126,6 +187,8 @@ class EngineConfig:
                 object.__setattr__(self, field.name, _validated(field, getattr(self, field.name)))
         if not self.model:
             raise ConfigError("no model given: name a path, or a file://, package:// or hf:// address")
+        if self.speculative_model is not None or self.num_speculative_tokens is not None:
+            object.__setattr__(self, "speculative_config", self._older_speculation())
         length = self.max_model_len
         step = self.max_num_batched_tokens
         if not self.enable_chunked_prefill and isinstance(length, int) and length > step:
@@ -133,6 +196,15 @@ class EngineConfig:
                 f"max-num-batched-tokens is {step}, below max-model-len {length}: without chunked "
                 "prefill a prompt must fit one step. Raise it, or leave chunked prefill on"
             )
+
+    def _older_speculation(self) -> SpeculativeConfig:
+        model, tokens = self.speculative_model, self.num_speculative_tokens
+        if model is None or tokens is None:
+            raise ConfigError("speculative-model and num-speculative-tokens go together: give both")
+        old = SpeculativeConfig(model=model, num_speculative_tokens=tokens)
+        if self.speculative_config not in (None, old):
+            raise ConfigError("speculative-config and speculative-model are both given: give one")
+        return old
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 
 from octavo.config import EngineConfig, engine_config
@@ -12,7 +15,7 @@ from octavo.errors import ConfigError
     "flag",
     [
         "--tensor-parallel-size=1", "--pipeline-parallel-size=1", "--quantization=none",
-        "--speculative-config=none", "--reasoning-parser=none", "--kv-cache-dtype=auto",
+        "--reasoning-parser=none", "--kv-cache-dtype=auto",
     ],
 )  # fmt: skip
 def test_a_feature_to_come_takes_the_flag_that_leaves_it_off(flag: str) -> None:
@@ -71,3 +74,61 @@ def test_an_empty_key_or_name_is_refused(setting: str, value: object) -> None:
 def test_what_cannot_be_read_is_said_with_its_flag(flag: str) -> None:
     with pytest.raises(ConfigError, match="^" + flag.removeprefix("--").partition("=")[0]):
         engine_config("m", [flag])
+
+
+def settings_again(config: EngineConfig) -> EngineConfig:
+    """As the engine's process gets them."""
+    return engine_config("m", {k: v for k, v in dataclasses.asdict(config).items() if k != "model"})
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "model"),
+    [
+        ({"method": "ngram", "num_speculative_tokens": 3}, "ngram", None),
+        ({"model": "/draft", "num_speculative_tokens": "4"}, "draft_model", "/draft"),
+        ({"model": "[ngram]", "num_speculative_tokens": 3, "prompt_lookup_max": 7}, "ngram", None),
+    ],
+)
+def test_speculation_is_asked_for_as_vllm_has_it(given: dict, method: str, model: str | None) -> None:
+    config = engine_config("m", [f"--speculative-config={json.dumps(given)}"])
+    assert config.speculative_config is not None
+    assert (config.speculative_config.method, config.speculative_config.model) == (method, model)
+    assert config == engine_config("m", {"speculative_config": given}) == settings_again(config)
+    assert engine_config("m", ["--speculative-config=none"]) == EngineConfig(model="m")
+
+
+def test_the_older_flags_of_speculation_mean_the_same() -> None:
+    old = engine_config("m", ["--speculative-model=/draft", "--num-speculative-tokens=4"])
+    new = {"model": "/draft", "num_speculative_tokens": 4}
+    assert old.speculative_config == engine_config("m", {"speculative_config": new}).speculative_config
+    assert settings_again(old) == old
+    with pytest.raises(ConfigError, match="give both"):
+        engine_config("m", ["--speculative-model=/draft"])
+    with pytest.raises(ConfigError, match="give one"):
+        engine_config(
+            "m", {"speculative_model": "/a", "num_speculative_tokens": 4, "speculative_config": new}
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "eagle", "num_speculative_tokens": 3}, "'eagle' is not supported: choose ngram or draft"),
+        ({"method": "ngram"}, "num_speculative_tokens is missing"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0: it must be between"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 1}, "prompt_lookup_max is 1"),
+        ({"method": "draft_model", "num_speculative_tokens": 3}, "model is None"),
+        ({"num_speculative_tokens": 3, "quantization": "x"}, "unknown field 'quantization'"),
+    ],
+)
+def test_speculation_that_cannot_be_is_refused_by_name(given: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^speculative-config: .*{message}"):
+        engine_config("m", {"speculative_config": given})
+
+
+def test_host_memory_is_given_in_gib() -> None:
+    config = engine_config("m", ["--swap-space=0.5", "--kv-offloading-gib=2"])
+    assert (config.swap_space, config.kv_offloading_gib) == (0.5, 2.0)
+    assert settings_again(config) == config
+    with pytest.raises(ConfigError, match="swap-space is '-1': it must be at least 0"):
+        engine_config("m", ["--swap-space=-1"])
