@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.kv_cache import KVSpec
+from octavo.core.kv_layout import KVSpec
 from octavo.core.outputs import EngineRequest
 from octavo.core.plan import RowResult, StepPlan, StepResult
 from octavo.core.sampling_params import SamplingParams

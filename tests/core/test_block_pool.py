@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from octavo.core.block_pool import Block, BlockPool, FreeList
+from octavo.core.block_pool import Block, BlockPool, Content, FreeList
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -48,7 +48,7 @@ class PoolMachine(RuleBasedStateMachine):
         if name == b"new":
             self.next_name += 1
             name = str(self.next_name).encode()
-        self.pool.register(block, group, name)
+        self.pool.register(block, group, Content(name, None))
         if block not in self.contents and (group, name) not in self.contents.values():
             self.contents[block] = (group, name)
 
@@ -117,7 +117,7 @@ def test_the_tail_of_a_sequence_is_evicted_before_its_head():
     pool = BlockPool(3)
     table = pool.allocate(3)
     for index, block in enumerate(table):
-        pool.register(block, 0, bytes([index]))
+        pool.register(block, 0, Content(bytes([index]), None))
     pool.release(reversed(table))
     pool.allocate(2)
     assert (
@@ -129,7 +129,7 @@ def test_a_hit_saves_a_block_from_eviction():
     pool = BlockPool(2)
     old, new = pool.allocate(2)
     for block, name in ((old, b"old"), (new, b"new")):
-        pool.register(block, 0, name)
+        pool.register(block, 0, Content(name, None))
         pool.release([block])
     found = pool.find(0, b"old")
     pool.touch(found)

@@ -9,15 +9,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 
-class Block:
-    """One physical block. ``prev`` and ``next`` link it into the free list; None while it is active."""
+class Content:
+    """What a full block holds, under its ``name`` (a chained hash); ``before`` is the block before it.
 
-    __slots__ = ("group", "id", "name", "next", "prev", "ref_count")
+    A plain class: the interpreter takes a long chain of these apart without recursion.
+    """
+
+    __slots__ = ("before", "name")
+
+    def __init__(self, name: bytes, before: Content | None) -> None:
+        self.name = name
+        self.before = before
+
+
+class Block:
+    """One physical block. ``prev`` and ``next`` link it into the free list; None while it is active.
+
+    It has a name, and can be found, while ``content`` is not None. Then nothing is written into it.
+    """
+
+    __slots__ = ("content", "group", "id", "next", "prev", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.id = block_id
         self.ref_count = 0
-        self.name: bytes | None = None  # chained hash of what it holds, once it is full
+        self.content: Content | None = None
         self.group = 0  # the KV group whose layers wrote it; meaningful while it has a name
         self.prev: Block | None = None
         self.next: Block | None = None
@@ -109,7 +125,7 @@ class BlockPool:
         taken = []
         for _ in range(count):
             block = self._free.pop()
-            if block.name is not None:
+            if block.content is not None:
                 self._num_cached -= 1
                 self._unname(block)
             block.ref_count = 1
@@ -138,35 +154,35 @@ class BlockPool:
             assert block.ref_count > 0, f"block {block_id} is freed twice"
             block.ref_count -= 1
             if block.ref_count == 0:
-                if block.name is None:
+                if block.content is None:
                     self._free.prepend(block)
                 else:
                     self._num_cached += 1
                     self._free.append(block)
 
-    def register(self, block_id: int, group: int, name: bytes) -> None:
-        """Make an active, full block findable, unless another block with the same content is already."""
+    def register(self, block_id: int, group: int, content: Content) -> None:
+        """Make an active, full block findable, unless another block with the same name is already."""
         block = self.blocks[block_id]
-        if block.name is None and name not in self._named[group]:
-            block.name, block.group = name, group
-            self._named[group][name] = block
+        if block.content is None and content.name not in self._named[group]:
+            block.content, block.group = content, group
+            self._named[group][content.name] = block
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Make active blocks unfindable: what they hold is not to be trusted."""
         for block_id in block_ids:
             block = self.blocks[block_id]
-            if block.name is not None:
+            if block.content is not None:
                 self._unname(block)
 
     def reset_names(self) -> None:
         """Empty the prefix cache. Active blocks stay with their owners but are found no more."""
         for named in self._named:
             for block in named.values():
-                block.name = None
+                block.content = None
             named.clear()
         self._num_cached = 0
 
     def _unname(self, block: Block) -> None:
-        assert block.name is not None
-        del self._named[block.group][block.name]
-        block.name = None
+        assert block.content is not None
+        del self._named[block.group][block.content.name]
+        block.content = None

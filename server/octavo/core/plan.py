@@ -54,7 +54,8 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     """One sequence's share of a step: tokens to compute at positions ``start``, ``start + 1``, ...
 
     ``block_tables`` holds one list of physical block numbers per KV group, long enough for the last token
-    computed; ``NO_BLOCK`` where a group keeps nothing.
+    computed; ``NO_BLOCK`` where a group keeps nothing. A state group has one block, read where ``start`` > 0
+    and overwritten with the state after the row's last token.
 
     ``samples`` are the draws from the logits after the last token: none while a chunk does not reach the end
     of the sequence, one as a rule, one for each sample where a prompt with n > 1 ends.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from octavo.core.block_pool import Content
 from octavo.core.outputs import EngineRequest, FinishReason, RequestTimes
 from octavo.errors import ContextLengthExceeded, InvalidRequest
 
@@ -78,14 +79,14 @@ def _check_length(prompt: int, output: int, limits: Limits) -> None:
 class Request:
     """One sequence. ``token_ids`` are the prompt and what was generated; ``num_computed_tokens`` chases them.
 
-    ``block_tables`` holds the physical blocks of each KV group; ``block_hashes`` the names of the full blocks
-    of ``token_ids``. ``finished`` is set once, when the sequence leaves the scheduler for good.
+    ``block_tables`` holds the physical blocks of each KV group; ``contents`` the names of the full blocks of
+    ``token_ids``. ``finished`` is set once, when the sequence leaves the scheduler for good.
     """
 
     __slots__ = (
         "arrival",
-        "block_hashes",
         "block_tables",
+        "contents",
         "finished",
         "first_token_time",
         "ignore_eos",
@@ -97,6 +98,7 @@ class Request:
         "request",
         "request_id",
         "scheduled_time",
+        "snapshot_due",
         "stop_token_ids",
         "token_ids",
     )
@@ -115,7 +117,8 @@ class Request:
         self.num_cached_tokens = -1  # unknown until first scheduled
         self.num_registered = 0  # full blocks whose names the pool was given
         self.block_tables: list[list[int]] = [[] for _ in range(num_groups)]
-        self.block_hashes: list[bytes] = []
+        self.contents: list[Content] = []
+        self.snapshot_due = False  # the state after the last computed token is to be kept under a name
         original_prompt = self.num_prompt_tokens - request.num_prior_output_tokens
         self.max_total_tokens = min(original_prompt + sampling.max_tokens, max_model_len)
         self.stop_token_ids = frozenset(sampling.stop_token_ids)

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from octavo.core.block_hash import BlockHasher
-from octavo.core.kv_cache import KVCache, KVSpec
+from octavo.core.kv_cache import KVCache
+from octavo.core.kv_layout import KVSpec
 from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats, FinishReason
 from octavo.core.plan import Row, RowResult, SampleSpec, StepPlan, StepResult, TokenLogprobs
 from octavo.core.prefill_rate import PrefillRate
@@ -69,7 +70,13 @@ class Scheduler:
         self.settings = settings
         self.hasher = BlockHasher(settings.prefix_caching_hash_algo, settings.block_size)
         caching = settings.enable_prefix_caching
-        self.kv = KVCache(num_blocks, settings.block_size, self.hasher if caching else None, groups)
+        self.kv = KVCache(
+            num_blocks,
+            settings.block_size,
+            self.hasher if caching else None,
+            groups,
+            max_chunk=settings.max_num_batched_tokens,
+        )
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
@@ -141,7 +148,7 @@ class Scheduler:
         index, preempted = 0, False
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            while not self.kv.grow(request):
+            while not self.kv.grow(request, request.num_tokens):
                 preempted = True
                 victim = self._preempt_latest()
                 if victim is request:
@@ -162,7 +169,7 @@ class Scheduler:
             return None
         self._step += 1
         self._in_flight = planned
-        return StepPlan(self._step, rows)
+        return StepPlan(self._step, rows, self.kv.take_copies())
 
     def _plan_row(self, request: Request, budget: int, rows: list[Row]) -> int:
         """Plan the next tokens of a sequence that has its blocks. Returns how many."""
@@ -183,7 +190,7 @@ class Scheduler:
                 )
             ]
         rows.append(
-            Row(request.request_id, request.token_ids[start:end], start, request.block_tables, samples)
+            Row(request.request_id, request.token_ids[start:end], start, [*request.block_tables], samples)
         )
         request.num_computed_tokens = end
         self.kv.register(request)
@@ -194,7 +201,7 @@ class Scheduler:
         hit = self.kv.find_prefix(request)
         if not self.settings.enable_chunked_prefill and request.num_tokens - hit.num_tokens > budget:
             return False
-        if not self.kv.admit(request, hit, 0 if alone else self._reserve):
+        if not self.kv.admit(request, hit, 0 if alone else self._reserve, request.num_tokens):
             return False
         self.waiting.popleft()
         self.running.append(request)
@@ -325,7 +332,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running sequences keep their blocks."""
-        self.kv.pool.reset_names()
+        self.kv.reset_prefix_cache()
 
     def _waiting_tokens(self) -> int:
         """Tokens to compute before the last of the queue draws its first: waiting, or of prompts begun."""

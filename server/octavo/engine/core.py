@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from octavo.config import EngineConfig
-from octavo.core.kv_cache import KVSpec
+from octavo.core.kv_layout import KVSpec
 from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats
 from octavo.core.plan import StepPlan
 from octavo.core.request import check_request

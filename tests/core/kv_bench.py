@@ -1,0 +1,113 @@
+"""A KV cache with a simulated memory, in which every slot holds the true prefix up to its token."""
+
+from __future__ import annotations
+
+from octavo.core.block_hash import BlockHasher
+from octavo.core.kv_cache import KVCache
+from octavo.core.kv_layout import KVSpec
+from octavo.core.outputs import EngineRequest
+from octavo.core.plan import NO_BLOCK
+from octavo.core.request import Request
+from octavo.core.sampling_params import SamplingParams
+
+FULL, STATE = KVSpec(), KVSpec("state")
+
+
+def window(size):
+    return KVSpec("sliding_window", size)
+
+
+class KVBench:
+    """Plans steps by hand and runs them. ``planned`` rows run with ``run``; until then they are in flight."""
+
+    def __init__(
+        self, groups=(FULL,), num_blocks=40, block_size=4, hasher=None, caching=True, **settings
+    ) -> None:
+        self.hasher = hasher or BlockHasher("xxhash", block_size)
+        self.kv = KVCache(num_blocks, block_size, self.hasher if caching else None, groups, **settings)
+        self.size = block_size
+        self.memory: list[dict[int, object]] = [{} for _ in range(num_blocks)]
+        self.planned: list[tuple] = []
+        self.names = 0
+
+    def sequence(self, tokens, salt=None, adapter=None, **sampling) -> Request:
+        self.names += 1
+        params = SamplingParams(seed=0, max_tokens=1000, **sampling)
+        request = EngineRequest(
+            request_id=f"r{self.names}",
+            prompt_token_ids=tokens,
+            sampling=params,
+            cache_salt=salt,
+            adapter=adapter,
+        )
+        return Request(request, arrival=0.0, max_model_len=10_000, num_groups=len(self.kv.groups))
+
+    def truth(self, request, position):
+        """What a slot for ``position`` must hold: all that decides its K/V."""
+        asked = request.request
+        return (asked.cache_salt, asked.adapter, *request.token_ids[: position + 1])
+
+    def admit(self, request, upto=None, reserve=0) -> int | None:
+        """Tokens found in the cache, or None where it was not admitted."""
+        self.kv.name_blocks(request)
+        hit = self.kv.find_prefix(request)
+        if not self.kv.admit(request, hit, reserve, upto or request.num_tokens):
+            return None
+        return hit.num_tokens
+
+    def plan(self, request, upto=None) -> bool:
+        """A row up to ``upto``; False where there are no blocks for it."""
+        upto = upto or request.num_tokens
+        if not self.kv.grow(request, upto):
+            return False
+        start, request.num_computed_tokens = request.num_computed_tokens, upto
+        truth = [self.truth(request, position) for position in range(upto)]
+        self.planned.append((request.request_id, start, upto, [*request.block_tables], truth))
+        self.kv.register(request)
+        return True
+
+    def run(self) -> None:
+        """Run the planned rows as one step: copies, then all writes, then all reads."""
+        rows, self.planned = self.planned, []
+        self.execute(self.kv.take_copies(), rows)
+
+    def execute(self, copies, rows) -> None:
+        sources = [dict(self.memory[source]) for source, _ in copies]  # as if all at once
+        for (_, block), held in zip(copies, sources, strict=True):
+            self.memory[block] = held
+        for name, start, end, tables, truth in rows:
+            for group, (spec, table) in enumerate(zip(self.kv.groups, tables, strict=True)):
+                if spec.kind == "state":
+                    if start:
+                        assert self.memory[table[0]] == {0: (group, truth[start - 1])}, f"{name}: wrong state"
+                    self.memory[table[0]] = {0: (group, truth[end - 1])}
+                    continue
+                for position in range(start, end):
+                    block = self.memory[table[position // self.size]]
+                    block[position % self.size] = (group, truth[position])
+        for name, start, end, tables, truth in rows:
+            for group, (spec, table) in enumerate(zip(self.kv.groups, tables, strict=True)):
+                for position in range(spec.first_kept(start), end if spec.kind != "state" else 0):
+                    block = table[position // self.size]
+                    assert block != NO_BLOCK, f"{name}: position {position} of group {group} is not kept"
+                    held = self.memory[block].get(position % self.size)
+                    assert held == (group, truth[position]), f"{name} reads another prefix in group {group}"
+
+    def compute(self, request, upto=None) -> None:
+        assert self.plan(request, upto)
+        self.run()
+
+    def computed(self, tokens, chunk=None, **fields) -> Request:
+        """A sequence that was admitted and computed, ``chunk`` tokens a step."""
+        request = self.sequence(tokens, **fields)
+        start = self.admit(request, chunk)
+        assert start is not None
+        while request.num_computed_tokens < request.num_tokens:
+            self.compute(request, min(request.num_tokens, request.num_computed_tokens + (chunk or 10_000)))
+        return request
+
+    def cached(self, tokens, **fields) -> int:
+        """How many tokens of a sequence the cache holds now."""
+        request = self.sequence(tokens, **fields)
+        self.kv.name_blocks(request)
+        return self.kv.find_prefix(request).num_tokens
