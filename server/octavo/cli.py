@@ -13,6 +13,7 @@ COMMANDS = {
     "up": ("octavo_operator.local.cli:main", "run an InferenceService manifest on this machine"),
     "router": ("octavo_router.cli:main", "route requests to engines by prefix and load"),
     "operator": ("octavo_operator.cli:main", "reconcile InferenceServices in a cluster"),
+    "simulate": ("octavo.simulate.cli:main", "what the engine would do, on simulated time"),
     "fetch": ("octavo.fetch:main", "bring a model to a folder"),
 }
 

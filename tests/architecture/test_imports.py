@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "octavo.engine": ENGINE,
     "octavo.llm": ENGINE | {"octavo.llm"},
     "octavo.api": ENGINE | {"octavo.api"},
+    "octavo.simulate": CORE | {"octavo.simulate"},
     "octavo.cli": {"octavo", "octavo.errors"},
     "octavo": {"octavo.core", "octavo.llm"},
     "octavo_router": PROMPT | {"octavo_router"},
