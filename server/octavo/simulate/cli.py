@@ -82,7 +82,8 @@ def _paper(args: argparse.Namespace) -> int:
         share, count, *lost = reference
         print(f"{'  reference':<28}{share:>16.1%}{count:>10.1f}" + "".join(f"{one:>22.1f}" for one in lost))
     print(
-        f"\nn samples of one prompt ({paper.SHARED_PROMPT} tokens, {paper.SHARED_OUTPUT} more each), in blocks\n"
+        f"\nn samples of one prompt ({paper.SHARED_PROMPT} tokens, {paper.SHARED_OUTPUT} more each), "
+        "in blocks\n"
         f"{'':<8}{'apart':>7}{'shared':>8}{'saved':>8}   reference"
     )
     for samples in paper.SAMPLES:

@@ -15,13 +15,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from octavo.core.block_pool import BlockPool
+from octavo.core.kv_cache import KVCache
+from octavo.core.kv_layout import KVSpec
+from octavo.core.outputs import EngineRequest
+from octavo.core.request import Request
+from octavo.core.sampling_params import SamplingParams
 from octavo.simulate.lengths import PAPER, Lengths
 
 TOKEN_BYTES = 800_000
 CACHE_BYTES = 12_000_000_000
 SLOTS = CACHE_BYTES // TOKEN_BYTES
 LOOK_AHEAD = 100  # requests of the queue that are tried before the pool counts as full
-SAMPLES = ()
+SAMPLES = (2, 4, 6)
 SHARED_PROMPT, SHARED_OUTPUT = 300, 100  # tokens of a prompt, and of each sample, where samples share
 
 
@@ -83,10 +88,25 @@ def packings(requests: int, seed: int, block_size: int) -> tuple[Packing, Packin
 def sharing(samples: int, block_size: int, prompt: int, output: int) -> tuple[int, int]:
     """Blocks of ``samples`` sequences of one prompt, without and with sharing, counted in a real cache."""
     apart = samples * -(-(prompt + output) // block_size)
-    cache = ForkedSamples(samples, block_size, prompt, apart + samples)
-    for _ in range(output):
-        cache.extend()
-    return apart, cache.blocks_in_use
+    cache = KVCache(apart, block_size, None, [KVSpec()])
+    first, *others = (_sequence(index, prompt) for index in range(samples))
+    cache.admit(first, cache.find_prefix(first), 0, prompt)
+    first.num_computed_tokens = prompt
+    for other in others:
+        cache.fork(first, other)
+    for position in range(prompt, prompt + output):
+        for one in (first, *others):
+            cache.grow(one, position + 1)
+            one.num_computed_tokens = position + 1
+        cache.take_copies()
+    return apart, cache.pool.num_blocks - cache.pool.num_free
+
+
+def _sequence(index: int, prompt: int) -> Request:
+    request = EngineRequest(
+        request_id=str(index), prompt_token_ids=[0] * prompt, sampling=SamplingParams(seed=0)
+    )
+    return Request(request, arrival=0.0, max_model_len=PAPER.max_total, num_groups=1)
 
 
 def mean_packing(each: Sequence[Packing]) -> Packing:

@@ -2,7 +2,7 @@
 
 A file is JSON lines with ``timestamp`` (milliseconds), ``input_length``, ``output_length`` and, where
 prompts share prefixes, ``hash_ids`` (one for each 512 tokens), the form of the Mooncake traces; or CSV with
-the columns ``TIMESTAMP`` (date and time, or seconds), ``ContextTokens`` and ``GeneratedTokens``, Azure's form.
+the columns ``TIMESTAMP`` (date and time, or seconds), ``ContextTokens`` and ``GeneratedTokens``, as Azure's.
 """
 
 from __future__ import annotations
