@@ -9,6 +9,7 @@ package either: importing one may load a whole other runtime.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import errno
 import importlib.metadata
 import importlib.util
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from octavo.config import CommandParser
+from octavo.config import CommandParser, EngineConfig
 from octavo.errors import ConfigError, ModelLoadError
 
 SUPPORTED = "a path, file:///path, package://module/file or hf://org/name[@revision]"
@@ -71,6 +72,17 @@ def fetch(uri: str, dest: Path | None = None, progress: Progress | None = None) 
             f"{uri}: a volume claim is mounted by the operator, in a cluster; here give the path of the mount"
         )
     raise ConfigError(f"{uri}: {scheme}:// is not supported; give {SUPPORTED}")
+
+
+def with_draft_here(config: EngineConfig, progress: Progress | None = None) -> EngineConfig:
+    """The settings with the local path of the draft model, where they name one. Raises as ``fetch``."""
+    speculation = config.speculative_config
+    if speculation is None or speculation.model is None:
+        return config
+    here = dataclasses.replace(speculation, model=str(fetch(speculation.model, None, progress)))
+    return dataclasses.replace(
+        config, speculative_config=here, speculative_model=None, num_speculative_tokens=None
+    )
 
 
 def _checked(path: Path, uri: str) -> Path:

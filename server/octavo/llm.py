@@ -21,7 +21,7 @@ from octavo.core.plan import TokenLogprobs
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.errors import InvalidRequest
-from octavo.fetch import fetch
+from octavo.fetch import fetch, with_draft_here
 from octavo.prompt.assets import load_assets
 from octavo.prompt.renderer import PromptRenderer
 from octavo.prompt.text_stream import TextStream
@@ -72,6 +72,7 @@ class LLM:
         if missing := not_applied(assets.generation_config):
             _log.warning("the model's generation_config.json asks for %s: not applied", ", ".join(missing))
         self.renderer = PromptRenderer(assets)
+        self.config = with_draft_here(self.config, _log.info)
         executor = build_executor(self.config, path, lambda stage, detail: _log.info("%s %s", stage, detail))
         self.engine = EngineCore(self.config, executor)
         self._calls = itertools.count()

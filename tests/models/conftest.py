@@ -38,6 +38,7 @@ TINY: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3,
     },
     "llama_bias": {"attention_bias": True, "num_key_value_heads": 4},
+    "llama_small_vocabulary": {"vocab_size": 150},
     "llama_rope3": {"rope_parameters": LLAMA3_ROPE},
     "llama_linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     "qwen3": {"tie_word_embeddings": False, "num_key_value_heads": 1},
@@ -64,7 +65,7 @@ class Reference:
 
     def tables(self, tokens: int, first: int = 0) -> list[list[int]]:
         """Block tables of so many tokens, one a KV group, over the blocks from ``first`` on."""
-        blocks = -(-tokens // self.executor.runner.block_size)
+        blocks = -(-tokens // self.config().block_size)
         groups = range(len(self.executor.info.kv["groups"]))
         return [list(range(first + blocks * group, first + blocks * (group + 1))) for group in groups]
 
@@ -171,7 +172,7 @@ class Engine:
 
     def tables(self, tokens: int, first: int = 0) -> list[list[int]]:
         """Block tables of so many tokens, one a KV group, over the blocks from ``first`` on."""
-        blocks = -(-tokens // self.executor.runner.block_size)
+        blocks = -(-tokens // self.config().block_size)
         groups = range(len(self.executor.info.kv["groups"]))
         return [list(range(first + blocks * group, first + blocks * (group + 1))) for group in groups]
 
@@ -180,9 +181,8 @@ class Engine:
         """Logits [positions, V] of one prompt in one step, after each of its ``last`` tokens (0: all)."""
         runner = self.executor.runner
         tables = self.tables(len(ids))
-        hidden = runner.model.forward(
-            runner.inputs.fill([Row("logits", list(ids), 0, tables)]), runner.caches
-        )
+        batches = runner.inputs.fill([Row("logits", list(ids), 0, tables)])
+        hidden = runner.model.forward(batches, runner.pages.layers)
         return runner.model.logits(hidden[-last:], None)
 
 

@@ -229,7 +229,7 @@ def test_drafts_are_accepted_exactly_as_far_as_they_equal_the_draws(temperature,
 
 
 def test_scores_of_a_prompt_are_transformers_in_chunks_too(make_tiny, engine, monkeypatch) -> None:
-    monkeypatch.setattr("octavo.worker.runner.LOGIT_ROWS", 7)
+    monkeypatch.setattr("octavo.worker.draws.LOGIT_ROWS", 7)
     tiny, (prompt,) = engine("gemma3"), prompts(50, seed=15)
     truth = torch.log_softmax(make_tiny("gemma3").reference.logits(prompt), -1)
     tables, given = tiny.tables(50), []

@@ -15,7 +15,8 @@ from octavo.errors import ConfigError, ModelLoadError
 from octavo.layers.weights import Weights
 from octavo.models.checkpoint import open_checkpoint
 from octavo.models.config import load_model_config
-from octavo.worker.executor import build_executor, pick_dtype
+from octavo.worker.executor import build_executor
+from octavo.worker.loading import pick_dtype
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43] * 4
 POOL = {"kv_cache_memory_bytes": 4 << 20, "max_num_batched_tokens": 256}

@@ -4,18 +4,31 @@ import logging
 
 import pytest
 
+from octavo.core.kv_layout import KVSpec, blocks_needed
 from octavo.errors import ConfigError
 from octavo.worker.sizing import (
+    CacheSize,
     block_bytes,
     capped,
     check_max_model_len,
     gpu_cache_bytes,
+    host_bytes,
     log_size,
-    size_cache,
     wanted_cache_bytes,
 )
+from octavo.worker.sizing import size_cache as size_of
 
 GIB = 1 << 30
+FULL = (KVSpec(),)
+HYBRID = (KVSpec(), *[KVSpec("sliding_window", 64)] * 5)  # Gemma 3's proportions
+
+
+def size_cache(
+    cache: int, per_block: int, block: int, wanted: int | str | None, limit: int, groups: tuple = FULL
+) -> CacheSize:
+    return size_of(
+        cache, per_block, block, wanted, limit, lambda tokens: blocks_needed(groups, tokens, block, 32)
+    )
 
 
 def test_bytes_of_a_token_are_the_references() -> None:
@@ -67,7 +80,7 @@ def test_lengths_beyond_the_models_own_are_refused() -> None:
 
 
 def test_a_cache_too_small_for_a_block_or_beyond_the_memory_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot hold one block"):
+    with pytest.raises(ConfigError, match="one token takes 1"):
         size_cache(99, 100, 16, "auto", 512)
     with pytest.raises(ConfigError, match=r"2\.00 GiB.*1\.00 GiB"):
         wanted_cache_bytes(2 * GIB, GIB)
@@ -77,3 +90,30 @@ def test_a_default_size_is_no_more_than_all_sequences_could_use() -> None:
     size = size_cache(10**9, 100, 16, 100, 4096)
     assert capped(size, 4).num_blocks == 4 * 7
     assert capped(size_cache(300, 100, 16, 20, 4096), 4).num_blocks == 3
+
+
+def test_a_window_is_paid_for_once_and_not_by_the_token() -> None:
+    """One full group and five that keep 64 tokens and a chunk of 32: 6 blocks a group each at most, and 7
+    where they lie askew.
+    """
+    size = size_cache(1000, 1, 16, 4096, 8192, HYBRID)
+    assert size.request_blocks == 4096 // 16 + 5 * 7
+    assert size.concurrency == 1000 / 291
+    assert size.tokens == 1000 * 4096 // 291
+    assert size_cache(1000, 1, 16, 64, 8192, HYBRID).tokens == 1000 * 16 // 6
+    assert size_cache(100, 1, 16, "auto", 8192, HYBRID).max_model_len == (100 - 35) * 16
+    with pytest.raises(ConfigError, match="longest that fits is 1040") as error:
+        size_cache(100, 1, 16, 1041, 8192, HYBRID)
+    assert error.value.message.endswith("raise --kv-cache-memory-bytes to 101")
+
+
+def test_host_memory_has_a_default_that_fits_and_a_wish_that_is_kept_or_refused() -> None:
+    assert host_bytes(None, 0.0, 8 * GIB, False, 100 * GIB) == (2 * GIB, 0)
+    assert host_bytes(None, 0.0, 8 * GIB, True, 100 * GIB) == (4 * GIB, 0)
+    assert host_bytes(None, 1.0, 8 * GIB, True, 3 * GIB) == (GIB, GIB)
+    assert host_bytes(None, 0.0, 8 * GIB, True, -GIB) == (0, 0)
+    assert host_bytes(0.0, 0.5, 8 * GIB, False, GIB) == (0, GIB // 2)
+    with pytest.raises(ConfigError, match=r"swap-space.*2\.00 GiB and 0\.00 GiB.*1\.00 GiB are free"):
+        host_bytes(2.0, 0.0, 8 * GIB, False, GIB)
+    with pytest.raises(ConfigError, match="kv-offloading-gib"):
+        host_bytes(None, 2.0, 8 * GIB, False, GIB)

@@ -28,9 +28,11 @@ def wall_clock() -> Callable[[], float]:
 def kv_groups(kv: dict[str, Any]) -> tuple[KVSpec, ...]:
     """The KV groups of an executor's ``info.kv``. Raises ``ConfigError`` for a kind the scheduler has not."""
     kinds = [group["kind"] for group in kv["groups"]]
-    if unknown := [kind for kind in kinds if kind != "full"]:
-        raise ConfigError(f"the model keeps K/V by the rule {unknown[0]!r}: only 'full' is supported")
-    return tuple(KVSpec(kind="full") for _ in kinds)
+    if unknown := sorted(set(kinds) - {"full", "sliding_window"}):
+        raise ConfigError(
+            f"the model keeps K/V by the rule {unknown[0]!r}: 'full' and 'sliding_window' are supported"
+        )
+    return tuple(KVSpec(group["kind"], group.get("window")) for group in kv["groups"])
 
 
 class EngineCore:

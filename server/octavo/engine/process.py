@@ -96,15 +96,16 @@ def _admin(core: EngineCore, call_id: int, method: str) -> messages.AdminReply:
 
 def load(launch: messages.Launch, progress: Callable[[str, str], None]) -> tuple[EngineConfig, Executor]:
     """Fetch the model where that was not done, and build the executor that ``launch`` names."""
+    from octavo.fetch import fetch, with_draft_here
+
     values: dict[str, Any] = dict(launch.config)
     config = engine_config(values.pop("model"), values)
     if launch.model_path is not None:
         path = Path(launch.model_path)
     else:
-        from octavo.fetch import fetch
-
         progress("fetching", config.model)
         path = fetch(config.model, None, lambda detail: progress("fetching", detail))
+    config = with_draft_here(config, lambda detail: progress("fetching", detail))
     return config, _factory(launch.executor)(config, path, progress)
 
 

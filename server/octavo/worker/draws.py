@@ -1,4 +1,4 @@
-"""Which tokens of a step are drawn from, and what the draws say of each row."""
+"""Which tokens of a step are drawn from, the draws, and what they say of each row."""
 
 from __future__ import annotations
 
@@ -6,12 +6,57 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import msgspec
+import numpy as np
+import torch
+from torch import Tensor
 
 from octavo.core.plan import Row, RowResult, SampleSpec, TokenLogprobs
+from octavo.models.base import CausalLM
+from octavo.sampling.logprobs import token_logprobs
 from octavo.sampling.rules import Past
-from octavo.sampling.sampler import Draw
+from octavo.sampling.sampler import NOT_FINITE, Draw, Sampler
+
+LOGIT_ROWS = 256  # rows of logits held at once: with a vocabulary of 262,144 a quarter of a GiB
 
 Wanted: TypeAlias = tuple[int, SampleSpec, Past | None]
+
+
+class Drawer:
+    """From a model's hidden states to draws, a bounded number of logits at a time."""
+
+    def __init__(self, model: CausalLM, sampler: Sampler, device: torch.device) -> None:
+        self._model, self._sampler, self._device = model, sampler, device
+
+    def draw(self, hidden: Tensor, wanted: Sequence[Wanted]) -> list[Draw]:
+        """One draw for each of ``wanted`` from the hidden states [T, hidden] of a step."""
+        draws: list[Draw] = []
+        for first in range(0, len(wanted), LOGIT_ROWS):
+            tokens, specs, pasts = zip(*wanted[first : first + LOGIT_ROWS], strict=True)
+            draws += self._sampler.sample(self._logits(hidden, tokens), specs, pasts)
+        return draws
+
+    def score_prompt(self, hidden: Tensor, row: Row, end: int) -> list[Draw]:
+        """The log probabilities of the known tokens that follow each of a row's own, which end before
+        ``end``.
+        """
+        assert row.history is not None and row.prompt_logprobs is not None
+        begin = end - len(row.drafts) - len(row.token_ids)
+        following = row.history[row.start + 1 : row.start + 1 + len(row.token_ids)]
+        scores: list[Draw] = []
+        for first in range(0, len(following), LOGIT_ROWS):
+            part = following[first : first + LOGIT_ROWS]
+            tokens = range(begin + first, begin + first + len(part))
+            for token, logits in zip(part, self._logits(hidden, tokens).cpu().numpy(), strict=True):
+                known = np.isfinite(logits.max())
+                logprobs = token_logprobs(logits, token, row.prompt_logprobs) if known else None
+                scores.append(Draw(token, logprobs, None if known else NOT_FINITE))
+        return scores
+
+    def _logits(self, hidden: Tensor, tokens: Sequence[int]) -> Tensor:
+        """Float32 logits [len(tokens), V] after these tokens of the step; ``tokens`` may repeat some."""
+        if len(tokens) == len(hidden) and list(tokens) == list(range(len(hidden))):
+            return self._model.logits(hidden, None)
+        return self._model.logits(hidden, torch.tensor(tokens, device=self._device))
 
 
 def draws_of(row: Row, end: int) -> Iterator[Wanted]:

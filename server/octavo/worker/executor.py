@@ -5,27 +5,31 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import octavo_kernels
 from octavo.config import EngineConfig
+from octavo.core.kv_layout import KVLayout, blocks_needed, kv_layout
 from octavo.core.plan import Row, SampleSpec, StepPlan, StepResult
 from octavo.errors import ConfigError
 from octavo.layers.batch import ActivationBuffers
-from octavo.layers.weights import Weights
 from octavo.models.base import CausalLM
-from octavo.models.checkpoint import open_checkpoint
 from octavo.models.config import ModelConfig, load_model_config
-from octavo.models.registry import model_class
+from octavo.sampling.rules import RuleBook
+from octavo.sampling.sampler import Sampler
 from octavo.worker import sizing
-from octavo.worker.gpu import gpu_budget
+from octavo.worker.connector import HostConnector, NullConnector
+from octavo.worker.draft_model import DraftModel
+from octavo.worker.draws import Drawer
+from octavo.worker.gpu import gpu_budget, largest_step
 from octavo.worker.host import engines_here, free_memory, set_threads
+from octavo.worker.inputs import StepInputs
+from octavo.worker.loading import Place, load_model, pick_place
+from octavo.worker.pages import KVPages
 from octavo.worker.runner import ModelRunner
-from octavo_kernels import Ops
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +45,9 @@ class ExecutorInfo:
     max_model_len: int
     vocab_size: int
     num_blocks: int
+    block_bytes: int
+    num_swap_blocks: int
+    num_offload_blocks: int
     eos_token_ids: tuple[int, ...]
     kv: dict[str, Any]
 
@@ -56,6 +63,79 @@ class LocalExecutor:
         return self.runner.run(plan)
 
 
+class Loaded:
+    """The models in memory, and what their steps need beside the KV cache."""
+
+    def __init__(self, config: EngineConfig, place: Place, model: CausalLM, draft: CausalLM | None) -> None:
+        self.config, self.place, self.model, self.draft = config, place, model, draft
+        self.layout = kv_layout(model.config.windows)
+        tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+        self._activations = ActivationBuffers(model.shape, tokens, place.dtype, place.device)
+        self._draft_activations = None
+        if draft is not None:  # what the target drew comes on top
+            tokens += config.max_num_seqs
+            self._draft_activations = ActivationBuffers(draft.shape, tokens, place.dtype, place.device)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: a page of each cache tensor."""
+        layers = [(self.layout.layers_per_group, self.model)]
+        if self.draft is not None:
+            layers.append((self.draft.config.num_layers, self.draft))
+        itemsize, block_size = self.place.dtype.itemsize, self.config.block_size
+        return sum(
+            sizing.block_bytes(count, block_size, model.shape.kv_heads, model.shape.head_dim, itemsize)
+            for count, model in layers
+        )
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Blocks of one request of so many tokens."""
+        chunk = self.config.max_num_batched_tokens
+        return blocks_needed(self.layout.groups, num_tokens, self.config.block_size, chunk)
+
+    def largest_step(self) -> StepPlan:
+        """As many rows and tokens as a step may have."""
+        config, groups = self.config, len(self.layout.groups)
+        return largest_step(config.max_num_seqs, self._activations.max_tokens, config.block_size, groups)
+
+    def runner(self, size: sizing.CacheSize, host_blocks: int = 0) -> ModelRunner:
+        """A runner with a KV cache of this size."""
+        config, place = self.config, self.place
+        sampler = Sampler(RuleBook(config.max_num_seqs))
+
+        def inputs(activations: ActivationBuffers, groups: int) -> StepInputs:
+            rows, length = config.max_num_seqs, size.max_model_len
+            return StepInputs(
+                activations, rows, length, size.block_size, groups, size.num_blocks, place.device
+            )
+
+        def pages(model: CausalLM, places: Sequence[tuple[int, int]]) -> KVPages:
+            return KVPages.allocate(
+                place.ops, model.shape, places, size.num_blocks, size.block_size, place.dtype, place.device
+            )
+
+        draft = None
+        if self.draft is not None and self._draft_activations is not None:
+            draft = DraftModel(
+                self.draft,
+                Drawer(self.draft, sampler, place.device),
+                inputs(self._draft_activations, 1),
+                pages(self.draft, [(0, layer) for layer in range(self.draft.config.num_layers)]),
+                size.block_size,
+            )
+        own = pages(self.model, self.layout.layers)
+        tensors = own.tensors + (draft.pages.tensors if draft is not None else [])
+        return ModelRunner(
+            self.model,
+            place.ops,
+            Drawer(self.model, sampler, place.device),
+            inputs(self._activations, len(self.layout.groups)),
+            own,
+            HostConnector(tensors, host_blocks) if host_blocks else NullConnector(),
+            draft,
+        )
+
+
 def build_executor(config: EngineConfig, path: Path, progress: Progress) -> LocalExecutor:
     """Load the model at ``path`` (a folder or a GGUF file), size its cache, and run it once.
 
@@ -63,119 +143,103 @@ def build_executor(config: EngineConfig, path: Path, progress: Progress) -> Loca
     """
     model_config = load_model_config(path)
     sizing.check_max_model_len(config.max_model_len, model_config.max_position)
-    device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, model_config.dtype, device)
-    ops = _load_kernels(device, dtype)
-    set_threads(ops)
+    place = pick_place(config.device, config.dtype, model_config.dtype)
+    set_threads(place.ops)
 
-    kernels = f"{ops.name} kernels ({ops.isa})"
-    progress("loading weights", f"{model_config.architecture}, {_name(dtype)}, {kernels}")
+    kernels = f"{place.ops.name} kernels ({place.ops.isa})"
+    progress("loading weights", f"{model_config.architecture}, {place.dtype_name}, {kernels}")
     began = time.monotonic()
-    model = load_model(model_config, path, ops, dtype, device, _max_positions(config, model_config))
+    loaded = _load(config, model_config, path, place)
     log.info("Weights loaded in %.1f s", time.monotonic() - began)
 
     progress("sizing the cache", "")
-    tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
-    activations = ActivationBuffers(model.shape, tokens, dtype, device)
-
-    def runner_of(size: sizing.CacheSize) -> ModelRunner:
-        return ModelRunner(model, ops, activations, size, config.max_num_seqs, dtype, device)
-
-    size = _size(config, model, runner_of, dtype, device)
-    sizing.log_size(device.type, size)
-    runner = runner_of(size)
+    size = _size(loaded)
+    swap_blocks, offload_blocks = _host_blocks(loaded, size)
+    sizing.log_size(place.device.type, size)
+    runner = loaded.runner(size, swap_blocks + offload_blocks)
 
     progress("warming", f"{size.tokens} tokens of KV cache, up to {size.max_model_len} a request")
-    warm_up(runner, size)
+    warm_up(runner, size, min(WARM_UP_TOKENS, config.max_num_batched_tokens), len(loaded.layout.groups))
     info = ExecutorInfo(
         size.max_model_len,
         model_config.vocab_size,
         size.num_blocks,
+        loaded.block_bytes,
+        swap_blocks,
+        offload_blocks,
         model_config.eos_token_ids,
-        {"groups": [{"kind": "full"}]},
+        {"groups": group_descriptions(loaded.layout)},
     )
     return LocalExecutor(runner, info)
 
 
-def pick_device(wanted: str) -> torch.device:
-    """The torch device of the ``device`` setting; "auto" is a GPU where one can be used."""
-    usable = torch.cuda.is_available()
-    if wanted == "cuda" and not usable:
-        raise ConfigError(
-            "device is 'cuda', but torch finds no usable CUDA GPU here: "
-            "give the process one, or choose --device cpu"
-        )
-    return torch.device("cuda" if usable and wanted != "cpu" else "cpu")
+def group_descriptions(layout: KVLayout) -> list[dict[str, Any]]:
+    """The ``groups`` of ``info.kv``: each group's kind, its window if it has one, and its layers."""
+    return [
+        {
+            "kind": spec.kind,
+            **({} if spec.window is None else {"window": spec.window}),
+            "layers": [layer for layer, (group, _) in enumerate(layout.layers) if group == index],
+        }
+        for index, spec in enumerate(layout.groups)
+    ]
 
 
-def pick_dtype(wanted: str, stored: str, device: torch.device) -> torch.dtype:
-    """The torch dtype of the ``dtype`` setting; "auto" is the checkpoint's own.
-
-    On a CPU a float16 checkpoint runs in bfloat16 under "auto": the fast kernels have no float16.
-    """
-    if wanted == "auto":
-        wanted = stored if stored in ("float32", "float16", "bfloat16") else "bfloat16"
-        if wanted == "float16" and device.type == "cpu":
-            log.info("The checkpoint is float16; running it in bfloat16, which CPUs compute faster")
-            wanted = "bfloat16"
-    dtype: torch.dtype = getattr(torch, wanted)
-    return dtype
-
-
-def load_model(
-    config: ModelConfig, path: Path, ops: Ops, dtype: torch.dtype, device: torch.device, max_positions: int
-) -> CausalLM:
-    """Build the model and read every parameter."""
-    build = model_class(config.architecture)
-    with open_checkpoint(path, config) as checkpoint, torch.inference_mode():
-        return build(config, Weights(checkpoint, dtype, device), ops, max_positions)
-
-
-def warm_up(runner: ModelRunner, size: sizing.CacheSize) -> None:
-    """A short prefill and a decode step, over blocks that nobody owns yet."""
-    length = min(WARM_UP_TOKENS, runner.max_tokens, size.max_model_len - 1, size.tokens - 1)
-    blocks = [list(range(length // size.block_size + 1))]
+def warm_up(runner: ModelRunner, size: sizing.CacheSize, tokens: int, num_groups: int) -> None:
+    """A prefill of so many tokens if they fit and a decode step, over blocks that nobody owns yet."""
+    length = min(tokens, size.max_model_len - 1, size.num_blocks * size.block_size - 1)
+    tables = [list(range(length // size.block_size + 1))] * num_groups
     for start, count in ((0, length), (length, 1)):
         if count > 0:
             draw = SampleSpec(0.0, 0, 1.0, 0, 0, start + count)
-            runner.run(StepPlan(0, [Row("warm-up", [0] * count, start, blocks, [draw])]))
+            runner.run(StepPlan(0, [Row("warm-up", [0] * count, start, tables, [draw], propose=1)]))
 
 
-def _load_kernels(device: torch.device, dtype: torch.dtype) -> Ops:
-    try:
-        return octavo_kernels.load("auto", device, dtype)
-    except (octavo_kernels.KernelsUnavailable, ValueError) as error:
-        raise ConfigError(str(error)) from error
+def _load(config: EngineConfig, model_config: ModelConfig, path: Path, place: Place) -> Loaded:
+    wanted, limit = config.max_model_len, model_config.max_position
+    positions = wanted if isinstance(wanted, int) else limit
+    model = load_model(model_config, path, place, positions)
+    speculation = config.speculative_config
+    if speculation is None or speculation.model is None:
+        return Loaded(config, place, model, None)
+    draft_config = load_model_config(Path(speculation.model))
+    check_draft(draft_config, model_config)
+    return Loaded(config, place, model, load_model(draft_config, Path(speculation.model), place, positions))
 
 
-def _max_positions(config: EngineConfig, model: ModelConfig) -> int:
-    wanted = config.max_model_len
-    return wanted if isinstance(wanted, int) else model.max_position
+def check_draft(draft: ModelConfig, target: ModelConfig) -> None:
+    """Refuse (``ConfigError``) a draft model that cannot speak for the target or share its blocks."""
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"the draft model's vocabulary has {draft.vocab_size} tokens, the model's {target.vocab_size}: "
+            "give speculative-config a smaller model of the same family"
+        )
+    if None not in target.windows:
+        raise ConfigError("all layers of the model slide: no blocks of it keep every token for a draft model")
 
 
-def _size(
-    config: EngineConfig,
-    model: CausalLM,
-    runner_of: Callable[[sizing.CacheSize], ModelRunner],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> sizing.CacheSize:
-    limit, block, wanted = model.config.max_position, config.block_size, config.kv_cache_memory_bytes
+def _size(loaded: Loaded) -> sizing.CacheSize:
+    config, device, limit = loaded.config, loaded.place.device, loaded.model.config.max_position
+    wanted, block = config.kv_cache_memory_bytes, config.block_size
     if wanted is not None:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
         budget = sizing.wanted_cache_bytes(wanted, free)
     elif device.type == "cuda":
-        few = sizing.CacheSize(-(-config.max_num_batched_tokens // block), block, limit)
-        budget = gpu_budget(runner_of(few), config.gpu_memory_utilization, device)
+        few = -(-config.max_num_batched_tokens // block)
+        profiling = loaded.runner(sizing.CacheSize(few, block, limit, few))
+        budget = gpu_budget(profiling, loaded.largest_step(), config.gpu_memory_utilization, device)
     else:
         budget = sizing.cpu_cache_bytes(free_memory(), engines_here())
-    shape = model.shape
-    per_block = sizing.block_bytes(
-        model.config.num_layers, block, shape.kv_heads, shape.head_dim, dtype.itemsize
+    size = sizing.size_cache(
+        budget, loaded.block_bytes, block, config.max_model_len, limit, loaded.blocks_needed
     )
-    size = sizing.size_cache(budget, per_block, block, config.max_model_len, limit)
     return size if wanted is not None else sizing.capped(size, config.max_num_seqs)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _host_blocks(loaded: Loaded, size: sizing.CacheSize) -> tuple[int, int]:
+    """Blocks of host memory for swapped sequences, and for evicted cached blocks."""
+    config, on_gpu = loaded.config, loaded.place.device.type == "cuda"
+    cache = size.num_blocks * loaded.block_bytes
+    free = free_memory() // engines_here() - (0 if on_gpu else cache)
+    swap, offload = sizing.host_bytes(config.swap_space, config.kv_offloading_gib, cache, on_gpu, free)
+    return swap // loaded.block_bytes, offload // loaded.block_bytes

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import logging
+from collections.abc import Callable
 
 from octavo.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+GIB = 2**30
 # Of the memory still free once the weights are loaded; the rest is for activations and neighbours.
 CPU_SHARE = 0.4
+GPU_SWAP_GIB = 4.0  # host memory for swapped sequences when nobody said, as vLLM has it
+CPU_SWAP_SHARE = 0.25  # of the KV cache: on a CPU both are the same memory
+HOST_SHARE = 0.5  # at most, of the memory still free, unless somebody asked for more
+
+BlocksNeeded = Callable[[int], int]  # blocks, over all KV groups, that a request of so many tokens takes
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheSize:
-    """The pool, and the longest prompt plus output, both settled."""
+    """The pool, and the longest prompt plus output, both settled. ``request_blocks`` are those of one request
+    of that length.
+    """
 
     num_blocks: int
     block_size: int
     max_model_len: int
+    request_blocks: int
 
     @property
     def tokens(self) -> int:
-        return self.num_blocks * self.block_size
+        """Tokens that the pool holds, in requests of the full length."""
+        whole = -(-self.max_model_len // self.block_size) * self.block_size
+        return self.num_blocks * whole // self.request_blocks
 
     @property
     def concurrency(self) -> float:
         """Requests of the full length that fit at once."""
-        return self.tokens / self.max_model_len
+        return self.num_blocks / self.request_blocks
 
 
 def block_bytes(layers: int, block_size: int, kv_heads: int, head_dim: int, number_bytes: int) -> int:
@@ -77,7 +90,12 @@ def check_max_model_len(wanted: int | str | None, model_limit: int) -> None:
 
 
 def size_cache(
-    cache_bytes: int, bytes_per_block: int, block_size: int, wanted: int | str | None, model_limit: int
+    cache_bytes: int,
+    bytes_per_block: int,
+    block_size: int,
+    wanted: int | str | None,
+    model_limit: int,
+    blocks_needed: BlocksNeeded,
 ) -> CacheSize:
     """Blocks that fit ``cache_bytes``, and the longest request.
 
@@ -86,29 +104,50 @@ def size_cache(
     cannot.
     """
     num_blocks = cache_bytes // bytes_per_block
-    fits = min(num_blocks * block_size, model_limit)
+    lengths = range(1, model_limit + 1)
+    fits = bisect.bisect_right(lengths, num_blocks, key=blocks_needed)
     if fits == 0:
+        needed = blocks_needed(1)
         raise ConfigError(
-            f"a KV cache of {cache_bytes} bytes cannot hold one block of {bytes_per_block} bytes: raise "
-            "--kv-cache-memory-bytes"
+            f"a KV cache of {cache_bytes} bytes holds {num_blocks} blocks of {bytes_per_block} bytes, and "
+            f"one token takes {needed}: raise --kv-cache-memory-bytes to {needed * bytes_per_block}"
         )
-    if wanted == "auto":
-        return CacheSize(num_blocks, block_size, fits)
-    length = wanted if isinstance(wanted, int) else model_limit
+    length = fits if wanted == "auto" else wanted if isinstance(wanted, int) else model_limit
     if length > fits:
-        needed = -(-length // block_size) * bytes_per_block
+        needed = blocks_needed(length) * bytes_per_block
         raise ConfigError(
-            f"max-model-len is {length}, but the KV cache ({_gib(cache_bytes)}) holds "
-            f"{num_blocks * block_size} tokens: the longest that fits is {fits}. "
+            f"max-model-len is {length}, but the KV cache ({_gib(cache_bytes)}, {num_blocks} blocks of "
+            f"{block_size} tokens) cannot hold one such request: the longest that fits is {fits}. "
             f"Set --max-model-len to {fits} or auto, or raise --kv-cache-memory-bytes to {needed}"
         )
-    return CacheSize(num_blocks, block_size, length)
+    return CacheSize(num_blocks, block_size, length, blocks_needed(length))
 
 
 def capped(size: CacheSize, max_num_seqs: int) -> CacheSize:
     """No more blocks than ``max_num_seqs`` requests of the full length use: for a size nobody asked for."""
-    useful = max_num_seqs * -(-size.max_model_len // size.block_size)
-    return dataclasses.replace(size, num_blocks=min(size.num_blocks, useful))
+    return dataclasses.replace(size, num_blocks=min(size.num_blocks, max_num_seqs * size.request_blocks))
+
+
+def host_bytes(
+    swap_gib: float | None, offload_gib: float, cache_bytes: int, on_gpu: bool, free: int
+) -> tuple[int, int]:
+    """Host memory for swapped sequences, and for evicted cached blocks: the settings, in bytes.
+
+    ``free`` is what is left beside the KV cache. Without ``swap_gib`` it is a default, cut to what is free.
+    Raises ``ConfigError`` for more than that.
+    """
+    offload = int(offload_gib * GIB)
+    if swap_gib is None:
+        usual = int(GPU_SWAP_GIB * GIB if on_gpu else cache_bytes * CPU_SWAP_SHARE)
+        swap = max(0, min(usual, int((free - offload) * HOST_SHARE)))
+    else:
+        swap = int(swap_gib * GIB)
+    if swap + offload > max(0, free):
+        raise ConfigError(
+            f"swap-space and kv-offloading-gib ask for {_gib(swap)} and {_gib(offload)} of host memory, but "
+            f"{_gib(max(0, free))} are free beside the KV cache: lower them, or give the process more memory"
+        )
+    return swap, offload
 
 
 def log_size(device: str, size: CacheSize) -> None:
@@ -118,4 +157,4 @@ def log_size(device: str, size: CacheSize) -> None:
 
 
 def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
+    return f"{count / GIB:.2f} GiB"

@@ -1,0 +1,76 @@
+"""A model from disk into memory: where it runs, in which numbers, with which kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import torch
+
+import octavo_kernels
+from octavo.errors import ConfigError
+from octavo.layers.weights import Weights
+from octavo.models.base import CausalLM
+from octavo.models.checkpoint import open_checkpoint
+from octavo.models.config import ModelConfig
+from octavo.models.registry import model_class
+from octavo_kernels import Ops
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where models run and how they compute."""
+
+    device: torch.device
+    dtype: torch.dtype
+    ops: Ops
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def pick_place(device: str, dtype: str, stored: str) -> Place:
+    """From the ``device`` and ``dtype`` settings and the checkpoint's own dtype. Raises ``ConfigError``."""
+    where = pick_device(device)
+    numbers = pick_dtype(dtype, stored, where)
+    try:
+        return Place(where, numbers, octavo_kernels.load("auto", where, numbers))
+    except (octavo_kernels.KernelsUnavailable, ValueError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def pick_device(wanted: str) -> torch.device:
+    """The torch device of the ``device`` setting; "auto" is a GPU where one can be used."""
+    usable = torch.cuda.is_available()
+    if wanted == "cuda" and not usable:
+        raise ConfigError(
+            "device is 'cuda', but torch finds no usable CUDA GPU here: "
+            "give the process one, or choose --device cpu"
+        )
+    return torch.device("cuda" if usable and wanted != "cpu" else "cpu")
+
+
+def pick_dtype(wanted: str, stored: str, device: torch.device) -> torch.dtype:
+    """The torch dtype of the ``dtype`` setting; "auto" is the checkpoint's own.
+
+    On a CPU a float16 checkpoint runs in bfloat16 under "auto": the fast kernels have no float16.
+    """
+    if wanted == "auto":
+        wanted = stored if stored in ("float32", "float16", "bfloat16") else "bfloat16"
+        if wanted == "float16" and device.type == "cpu":
+            log.info("The checkpoint is float16; running it in bfloat16, which CPUs compute faster")
+            wanted = "bfloat16"
+    dtype: torch.dtype = getattr(torch, wanted)
+    return dtype
+
+
+def load_model(config: ModelConfig, path: Path, place: Place, max_positions: int) -> CausalLM:
+    """Build the model and read every parameter; its rotary tables reach ``max_positions``."""
+    build = model_class(config.architecture)
+    with open_checkpoint(path, config) as checkpoint, torch.inference_mode():
+        weights = Weights(checkpoint, place.dtype, place.device)
+        return build(config, weights, place.ops, max_positions)

@@ -1,0 +1,51 @@
+"""The KV cache in memory: equal pages, of which a block of one KV group is one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.layers.batch import ActivationShape
+from octavo_kernels import Ops
+
+
+@dataclasses.dataclass(frozen=True)
+class KVPages:
+    """Block b is page b of every tensor: tensor i holds the i-th layer of whichever group the block is of.
+
+    ``layers`` gives each layer of the model its group and its tensor.
+    """
+
+    tensors: list[Tensor]
+    layers: list[tuple[int, Tensor]]
+
+    @classmethod
+    def allocate(
+        cls,
+        ops: Ops,
+        shape: ActivationShape,
+        places: Sequence[tuple[int, int]],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> KVPages:
+        """``places`` are (group, place within it) of each layer. One page more than ``num_blocks`` stays
+        zero: tables point to it where a group keeps nothing.
+        """
+        size = ops.kv_cache_shape(num_blocks + 1, block_size, shape.kv_heads, shape.head_dim)
+        count = 1 + max(place for _, place in places)
+        tensors = [zeroed(size, dtype, device) for _ in range(count)]
+        return cls(tensors, [(group, tensors[place]) for group, place in places])
+
+
+def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU from calloc, so that pages take memory only once blocks in them are used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = int(np.prod(shape))
+    return torch.from_numpy(np.zeros(count * dtype.itemsize, np.uint8)).view(dtype).view(shape)
