@@ -8,7 +8,7 @@ import msgspec
 
 from octavo.core.block_hash import BlockHasher
 from octavo.core.block_pool import Block, BlockPool, Content
-from octavo.core.kv_layout import KVSpec
+from octavo.core.kv_layout import KVSpec, blocks_needed
 from octavo.core.plan import NO_BLOCK
 from octavo.core.request import Request
 from octavo.errors import ConfigError
@@ -65,16 +65,7 @@ class KVCache:
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Blocks that one sequence holds at most, over all groups, while it computes so many tokens."""
-        whole = self._blocks(num_tokens)
-        needed = 0
-        for spec in self.groups:
-            if spec.kind == "state":
-                needed += 2  # a state that is kept as a snapshot, and the copy that goes on
-            elif spec.window is not None:  # a window and a chunk, which may begin and end amid a block
-                needed += min(whole, self._blocks(spec.window + self._max_chunk - 2) + 1)
-            else:
-                needed += whole
-        return needed
+        return blocks_needed(self.groups, num_tokens, self.block_size, self._max_chunk)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

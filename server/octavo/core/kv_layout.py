@@ -74,3 +74,19 @@ def kv_layout(windows: Sequence[int | None]) -> KVLayout:
         spec = KVSpec() if window is None else KVSpec("sliding_window", window)
         specs += [spec] * -(-len(layers) // size)
     return KVLayout(tuple(specs), size, tuple(places[layer] for layer in range(len(windows))))
+
+
+def blocks_needed(groups: Sequence[KVSpec], num_tokens: int, block_size: int, max_chunk: int) -> int:
+    """Blocks that one sequence holds at most, over all groups, while it computes so many tokens in steps of
+    up to ``max_chunk``.
+    """
+    whole = -(-num_tokens // block_size)
+    needed = 0
+    for spec in groups:
+        if spec.kind == "state":
+            needed += 2  # a state that is kept as a snapshot, and the copy that goes on
+        elif spec.window is not None:  # a window and a chunk, which may begin and end amid a block
+            needed += min(whole, -(-(spec.window + max_chunk - 2) // block_size) + 1)
+        else:
+            needed += whole
+    return needed
