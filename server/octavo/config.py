@@ -60,6 +60,14 @@ def _json_object(text: str | Mapping[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _json_fields(cls: type[Any], value: str | Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object whose names are fields of ``cls``."""
+    fields, known = _json_object(value), [field.name for field in dataclasses.fields(cls)]
+    if unknown := sorted(set(fields) - set(known)):
+        raise ConfigError(f"unknown field {unknown[0]!r}: known are {', '.join(known)}")
+    return fields
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """How tokens are guessed ahead of the model; the names are vLLM's. Raises ``ConfigError``.
@@ -101,12 +109,47 @@ class SpeculativeConfig:
             return None
         if isinstance(value, SpeculativeConfig):
             return value
-        fields, known = _json_object(value), [field.name for field in dataclasses.fields(cls)]
-        if unknown := sorted(set(fields) - set(known)):
-            raise ConfigError(f"unknown field {unknown[0]!r}: known are {', '.join(known)}")
+        fields = _json_fields(cls, value)
         if "num_speculative_tokens" not in fields:
             raise ConfigError("num_speculative_tokens is missing: say how many tokens to guess at a time")
         return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVEventsConfig:
+    """Where and how KV events are published; names are vLLM's. Raises ``ConfigError`` naming the field."""
+
+    enable_kv_cache_events: bool = True
+    publisher: str = "zmq"  # or null: none
+    endpoint: str | None = None  # None: port 5557 of the engine's host
+    replay_endpoint: str | None = None  # None: port 5558 of the engine's host
+    buffer_steps: int = 10_000  # batches kept for replays
+    hwm: int = 100_000  # batches that may wait for one subscriber
+    max_queue_size: int = 100_000  # batches that may wait to be sent
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            if isinstance(field.default, int) and not isinstance(field.default, bool):
+                _number(field.name, value, True, 1, None)
+            elif not isinstance(value, bool if kind is bool else str) and value != field.default:
+                raise ConfigError(
+                    f"{field.name} is {value!r}: it must be a {'flag' if kind is bool else 'text'}"
+                )
+        if self.publisher not in ("zmq", "null"):
+            raise ConfigError(f"publisher is {self.publisher!r}: choose zmq or null")
+
+    @classmethod
+    def of(cls, value: str | Mapping[str, Any] | KVEventsConfig) -> KVEventsConfig:
+        """From JSON, as the flag has it, or a dict."""
+        if isinstance(value, KVEventsConfig):
+            return value
+        return cls(**_json_fields(cls, value))
+
+    @property
+    def on(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher == "zmq"
 
 
 def _setting(
@@ -160,6 +203,7 @@ class EngineConfig:
     max_num_seqs: int = _setting(256, "sequences in one step", low=1)
     max_num_batched_tokens: int = _setting(2048, "tokens in one step", low=1)
     max_queue: int = _setting(1024, "requests that may wait; one more gets 429", low=1)
+    async_scheduling: bool = _setting(True, "plan the next step while one runs")
     api_key: tuple[str, ...] = _setting((), "key clients must send; repeat for several", many=True)
     api_key_dir: str | None = _setting(None, "folder of files, each holding one API key (a mounted Secret)")
     drain_grace_s: float = _setting(5.0, "seconds after SIGTERM in which new requests are still taken", low=0)

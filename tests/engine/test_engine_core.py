@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -31,8 +33,11 @@ class Executor:
 
 @pytest.fixture
 def core():
-    return lambda executor=None, foretell=None, **settings: EngineCore(
-        EngineConfig(model="x", **settings), executor or Executor(), foretell=foretell
+    """An engine that has finished its step when ``step`` returns."""
+    return lambda executor=None, foretell=None, async_scheduling=False, **settings: EngineCore(
+        EngineConfig(model="x", async_scheduling=async_scheduling, **settings),
+        executor or Executor(),
+        foretell=foretell,
     )
 
 
@@ -80,6 +85,77 @@ def test_an_interrupted_step_ends_its_requests_and_leaves_nothing_of_it_to_find(
     while engine.has_work:
         engine.step()
     assert engine.stats().kv_usage == 0
+
+
+def test_with_asynchronous_scheduling_a_step_runs_while_the_caller_goes_on(core, request_of):
+    executor = Executor()
+    engine = core(executor, async_scheduling=True)
+    may_end, run = threading.Event(), executor.execute
+    executor.execute = lambda plan: may_end.wait(10) and run(plan)
+    engine.add([request_of("a", max_tokens=2)])
+    assert engine.step() == [], "the first has only begun"
+    engine.add([request_of("b", max_tokens=1)])
+    engine.abort(["unknown"])
+    may_end.set()
+    assert [(o.request_id, o.token_ids) for o in engine.step()] == [("a", [7])]
+    assert [o.request_id for o in engine.step()] == ["a", "b"], "b came in with the next step"
+    assert not engine.has_work and not engine.wait()
+
+
+def test_a_request_aborted_while_its_step_runs_ends_at_once_and_gives_nothing_more(core, request_of):
+    engine = core(async_scheduling=True)
+    engine.add([request_of("a", prompt=[1] * 64), request_of("b")])
+    engine.step()
+    engine.abort(["a"])
+    assert engine.stats().running == 1
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert [o.finish_reason for o in outputs if o.request_id == "a"] == ["abort"]
+    assert [token for o in outputs if o.request_id == "b" for token in o.token_ids] == [7] * 5
+    assert engine.stats().kv_usage == 0
+
+
+def test_a_step_that_fails_on_its_thread_is_raised_to_the_caller_and_the_engine_goes_on(core, request_of):
+    executor = Executor()
+    engine = core(executor, async_scheduling=True)
+    run, executor.execute = executor.execute, lambda plan: (_ for _ in ()).throw(ValueError("broken"))
+    engine.add([request_of("a")])
+    engine.step()
+    with pytest.raises(ValueError, match="broken"):
+        engine.step()
+    executor.execute = run
+    assert [(o.request_id, o.finish_reason) for o in engine.step()] == [("a", "error")]
+    engine.add([request_of("b", max_tokens=1)])
+    while engine.has_work:
+        last = engine.step()
+    assert [o.token_ids for o in last] == [[7]] and engine.stats().kv_usage == 0
+
+
+def test_an_interrupt_while_a_step_runs_on_its_thread_loses_nothing(core, request_of):
+    """The keyboard interrupts the one who waits, not the step."""
+    executor = Executor()
+    engine = core(executor, async_scheduling=True)
+    waits, interrupted, run = threading.Event(), threading.Event(), executor.execute
+
+    def interrupt(plan):
+        executor.execute = run
+        waits.wait(10)
+        _thread.interrupt_main()
+        interrupted.wait(10)
+        return run(plan)
+
+    executor.execute = interrupt
+    engine.add([request_of("a", max_tokens=2)])
+    engine.step()
+    with pytest.raises(KeyboardInterrupt):
+        waits.set()
+        engine.step()
+    interrupted.set()
+    tokens = []
+    while engine.has_work:
+        tokens += [token for o in engine.step() for token in o.token_ids]
+    assert tokens == [7, 7]
 
 
 def test_what_it_says_of_its_cache_is_what_a_router_needs(core):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.core.kv_layout import KVSpec
 from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats
-from octavo.core.plan import StepPlan
+from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import check_request
 from octavo.core.scheduler import Scheduler, SchedulerSettings
 from octavo.engine.executor import Executor
@@ -37,6 +38,9 @@ def kv_groups(kv: dict[str, Any]) -> tuple[KVSpec, ...]:
 
 class EngineCore:
     """Requests in, outputs out; the caller calls ``step`` while ``has_work``.
+
+    With ``async_scheduling`` a step runs on a thread of its own while the caller does something with the
+    outputs of the one before, and while the next is planned; the tokens are the same either way.
 
     ``foretell`` is called with the seconds expected before a step that may be long.
     """
@@ -71,7 +75,11 @@ class EngineCore:
         )
         self._foretell = foretell
         self._ended: list[EngineOutput] = []  # outputs of aborted requests, given out with the next step
-        self._admin: dict[str, Callable[[], Any]] = {"reset_prefix_cache": self._scheduler.reset_prefix_cache}
+        self._runner = ThreadPoolExecutor(1, "executor") if config.async_scheduling else None
+        self._running: tuple[StepPlan, Future[StepResult]] | None = None
+        self._admin: dict[str, Callable[[], Any]] = {
+            "reset_prefix_cache": self._scheduler.reset_prefix_cache,
+        }
 
     @property
     def kv(self) -> dict[str, Any]:
@@ -113,25 +121,61 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._ended) or self._scheduler.has_requests
+        return bool(self._ended) or self._running is not None or self._scheduler.has_requests
+
+    def wait(self) -> bool:
+        """Let the step that runs come to its end, and plan the next meanwhile. False when none runs."""
+        if self._running is None:
+            return False
+        plan, done = self._running
+        if not done.done():
+            self._foretell_long(plan)
+            wait([done])
+        return True
 
     def step(self) -> list[EngineOutput]:
-        """Run one step, if there is anything to compute.
+        """Run one step, if there is anything to compute: its outputs; or, with asynchronous scheduling, start
+        one: the outputs of the one before.
 
-        What the executor raises, and an interrupt from the keyboard, ends the requests of the step.
+        What the executor raises, and an interrupt from the keyboard within it, ends the requests of the step.
         """
         outputs, self._ended = self._ended, []
+        try:
+            if self._runner is None:
+                self._run_step(outputs)
+            else:
+                self._turn_step(outputs, self._runner)
+        except BaseException:
+            self._ended = outputs  # an interrupt too: a notebook's user goes on with the same engine
+            raise
+        return outputs
+
+    def _run_step(self, outputs: list[EngineOutput]) -> None:
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return
+        self._foretell_long(plan)
+        try:
+            result = self._executor.execute(plan)
+        except BaseException:
+            outputs += self._scheduler.lose_step()
+            raise
+        outputs += self._scheduler.update(plan, result)
+
+    def _turn_step(self, outputs: list[EngineOutput], runner: ThreadPoolExecutor) -> None:
+        if self.wait() and self._running is not None:  # an interrupt of the wait leaves the step running
+            (plan, done), self._running = self._running, None
+            if (fault := done.exception()) is not None:
+                outputs += self._scheduler.lose_step()
+                raise fault
+            outputs += self._scheduler.update(plan, done.result())
         plan = self._scheduler.schedule()
         if plan is not None:
-            if self._foretell is not None and (seconds := self._expected_s(plan)) > LONG_STEP_S:
-                self._foretell(seconds)
-            try:
-                result = self._executor.execute(plan)
-            except BaseException:  # an interrupt too: a notebook's user goes on with the same engine
-                self._ended = outputs + self._scheduler.lose_step()
-                raise
-            outputs += self._scheduler.update(plan, result)
-        return outputs
+            self._running = plan, runner.submit(self._executor.execute, plan)
+
+    def _foretell_long(self, plan: StepPlan) -> None:
+        if self._foretell is not None and (seconds := self._expected_s(plan)) > LONG_STEP_S:
+            self._foretell(seconds)
 
     def _expected_s(self, plan: StepPlan) -> float:
         prompt = sum(len(row.token_ids) for row in plan.rows if len(row.token_ids) > 1)

@@ -66,25 +66,32 @@ class Port:
 
 def serve(core: EngineCore, port: Port) -> None:
     """Run until told to stop. Aborts and new requests are taken in between any two steps."""
-    while True:
-        for message in port.receive(0 if core.has_work else HEARTBEAT_MS):
-            match message:
-                case messages.AddRequests(requests):
-                    try:
-                        core.add(requests)
-                    except OctavoError as error:
-                        ids = [request.request_id for request in requests]
-                        port.send(messages.Rejected(ids, messages.ErrorInfo.of(error)))
-                case messages.AbortRequests(request_ids):
-                    core.abort(request_ids)
-                case messages.AdminCall(call_id, method):
-                    port.send(_admin(core, call_id, method))
-                case messages.Shutdown():
-                    return
-                case _:
-                    raise OctavoError(f"an engine takes no {type(message).__name__} message")
-        outputs = core.step() if core.has_work else []
+    while _take_in(core, port, 0 if core.has_work else HEARTBEAT_MS):
+        if core.wait() and not _take_in(core, port, 0):
+            return
+        outputs = core.step()
         port.send(messages.Outputs(outputs, core.stats()))
+
+
+def _take_in(core: EngineCore, port: Port, timeout_ms: int) -> bool:
+    """Do what the owner says, waiting so long for the first message. False when it says to stop."""
+    for message in port.receive(timeout_ms):
+        match message:
+            case messages.AddRequests(requests):
+                try:
+                    core.add(requests)
+                except OctavoError as error:
+                    ids = [request.request_id for request in requests]
+                    port.send(messages.Rejected(ids, messages.ErrorInfo.of(error)))
+            case messages.AbortRequests(request_ids):
+                core.abort(request_ids)
+            case messages.AdminCall(call_id, method):
+                port.send(_admin(core, call_id, method))
+            case messages.Shutdown():
+                return False
+            case _:
+                raise OctavoError(f"an engine takes no {type(message).__name__} message")
+    return True
 
 
 def _admin(core: EngineCore, call_id: int, method: str) -> messages.AdminReply:
@@ -123,7 +130,11 @@ def run(launch: messages.Launch) -> int:
     port = Port(launch)
     try:
         config, executor = load(launch, lambda stage, detail: port.send(messages.Progress(stage, detail)))
-        core = EngineCore(config, executor, foretell=lambda seconds: port.send(messages.LongStep(seconds)))
+        core = EngineCore(
+            config,
+            executor,
+            foretell=lambda seconds: port.send(messages.LongStep(seconds)),
+        )
         info = executor.info
         gc.collect()
         gc.freeze()  # what was loaded lives as long as the process: no later collection walks it
