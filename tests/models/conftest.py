@@ -134,6 +134,7 @@ class Engine:
         self.path = path
         self.executor: LocalExecutor = build_executor(self.config(), path, lambda stage, detail: None)
         self.core: EngineCore | None = None
+        self.peak_usage = 0.0  # of the last run: the largest share of blocks in use after a step
 
     def config(self, **changed: Any) -> EngineConfig:
         return engine_config(str(self.path), {**self.settings, **changed})
@@ -165,9 +166,11 @@ class Engine:
             ]
         )
         outputs: dict[str, list[EngineOutput]] = {str(i): [] for i in range(len(prompts))}
+        self.peak_usage = 0.0
         while self.core.has_work:
             for output in self.core.step():
                 outputs[output.request_id].append(output)
+            self.peak_usage = max(self.peak_usage, self.stats.kv_usage)
         return list(outputs.values())
 
     def tables(self, tokens: int, first: int = 0) -> list[list[int]]:

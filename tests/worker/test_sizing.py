@@ -108,11 +108,11 @@ def test_a_window_is_paid_for_once_and_not_by_the_token() -> None:
 
 
 def test_host_memory_has_a_default_that_fits_and_a_wish_that_is_kept_or_refused() -> None:
-    assert host_bytes(None, 0.0, 8 * GIB, False, 100 * GIB) == (2 * GIB, 0)
-    assert host_bytes(None, 0.0, 8 * GIB, True, 100 * GIB) == (4 * GIB, 0)
-    assert host_bytes(None, 1.0, 8 * GIB, True, 3 * GIB) == (GIB, GIB)
-    assert host_bytes(None, 0.0, 8 * GIB, True, -GIB) == (0, 0)
-    assert host_bytes(0.0, 0.5, 8 * GIB, False, GIB) == (0, GIB // 2)
+    assert host_bytes(None, 0.0, 8 * GIB, False, 100 * GIB) == 2 * GIB
+    assert host_bytes(None, 0.0, 8 * GIB, True, 100 * GIB) == 4 * GIB
+    assert host_bytes(None, 1.0, 8 * GIB, True, 3 * GIB) == 2 * GIB
+    assert host_bytes(None, 0.0, 8 * GIB, True, -GIB) == 0
+    assert host_bytes(0.0, 0.5, 8 * GIB, False, GIB) == GIB // 2
     with pytest.raises(ConfigError, match=r"swap-space.*2\.00 GiB and 0\.00 GiB.*1\.00 GiB are free"):
         host_bytes(2.0, 0.0, 8 * GIB, False, GIB)
     with pytest.raises(ConfigError, match="kv-offloading-gib"):

@@ -46,8 +46,7 @@ class ExecutorInfo:
     vocab_size: int
     num_blocks: int
     block_bytes: int
-    num_swap_blocks: int
-    num_offload_blocks: int
+    num_host_blocks: int
     eos_token_ids: tuple[int, ...]
     kv: dict[str, Any]
 
@@ -154,9 +153,9 @@ def build_executor(config: EngineConfig, path: Path, progress: Progress) -> Loca
 
     progress("sizing the cache", "")
     size = _size(loaded)
-    swap_blocks, offload_blocks = _host_blocks(loaded, size)
+    host_blocks = _host_blocks(loaded, size)
     sizing.log_size(place.device.type, size)
-    runner = loaded.runner(size, swap_blocks + offload_blocks)
+    runner = loaded.runner(size, host_blocks)
 
     progress("warming", f"{size.tokens} tokens of KV cache, up to {size.max_model_len} a request")
     warm_up(runner, size, min(WARM_UP_TOKENS, config.max_num_batched_tokens), len(loaded.layout.groups))
@@ -165,8 +164,7 @@ def build_executor(config: EngineConfig, path: Path, progress: Progress) -> Loca
         model_config.vocab_size,
         size.num_blocks,
         loaded.block_bytes,
-        swap_blocks,
-        offload_blocks,
+        host_blocks,
         model_config.eos_token_ids,
         {"groups": group_descriptions(loaded.layout)},
     )
@@ -236,10 +234,10 @@ def _size(loaded: Loaded) -> sizing.CacheSize:
     return size if wanted is not None else sizing.capped(size, config.max_num_seqs)
 
 
-def _host_blocks(loaded: Loaded, size: sizing.CacheSize) -> tuple[int, int]:
-    """Blocks of host memory for swapped sequences, and for evicted cached blocks."""
+def _host_blocks(loaded: Loaded, size: sizing.CacheSize) -> int:
+    """Blocks of the host tier."""
     config, on_gpu = loaded.config, loaded.place.device.type == "cuda"
     cache = size.num_blocks * loaded.block_bytes
     free = free_memory() // engines_here() - (0 if on_gpu else cache)
-    swap, offload = sizing.host_bytes(config.swap_space, config.kv_offloading_gib, cache, on_gpu, free)
-    return swap // loaded.block_bytes, offload // loaded.block_bytes
+    wanted = sizing.host_bytes(config.swap_space, config.kv_offloading_gib, cache, on_gpu, free)
+    return wanted // loaded.block_bytes

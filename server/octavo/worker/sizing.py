@@ -128,10 +128,8 @@ def capped(size: CacheSize, max_num_seqs: int) -> CacheSize:
     return dataclasses.replace(size, num_blocks=min(size.num_blocks, max_num_seqs * size.request_blocks))
 
 
-def host_bytes(
-    swap_gib: float | None, offload_gib: float, cache_bytes: int, on_gpu: bool, free: int
-) -> tuple[int, int]:
-    """Host memory for swapped sequences, and for evicted cached blocks: the settings, in bytes.
+def host_bytes(swap_gib: float | None, offload_gib: float, cache_bytes: int, on_gpu: bool, free: int) -> int:
+    """Host memory for swapped sequences and for evicted cached blocks together: the settings, in bytes.
 
     ``free`` is what is left beside the KV cache. Without ``swap_gib`` it is a default, cut to what is free.
     Raises ``ConfigError`` for more than that.
@@ -147,7 +145,7 @@ def host_bytes(
             f"swap-space and kv-offloading-gib ask for {_gib(swap)} and {_gib(offload)} of host memory, but "
             f"{_gib(max(0, free))} are free beside the KV cache: lower them, or give the process more memory"
         )
-    return swap, offload
+    return swap + offload
 
 
 def log_size(device: str, size: CacheSize) -> None:
