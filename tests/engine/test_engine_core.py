@@ -197,6 +197,19 @@ def test_the_longest_output_after_a_prompt_is_bound_by_model_and_pool(core, requ
         engine.check(request_of("a", prompt=[1] * 100, max_tokens=62))
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_pitfall_is_told_in_the_log_once(core, request_of, caplog, async_scheduling):
+    """Two that grow into a pool for one: each step of the second's costs a preemption."""
+    engine = core(Executor(num_blocks=6), max_num_seqs=8, async_scheduling=async_scheduling)
+    for turn in range(30):
+        engine.add([request_of(f"{turn}-{i}", prompt=[turn, i] * 8, max_tokens=60) for i in range(6)])
+        while engine.has_work:
+            engine.step()
+    assert [record.levelname for record in caplog.records if "steps preempted" in record.message] == [
+        "WARNING"
+    ]
+
+
 def test_an_unknown_admin_method_is_refused(core):
     with pytest.raises(InvalidRequest, match=r"'x'.*reset_prefix_cache"):
         core().admin("x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -14,10 +15,14 @@ from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import check_request
 from octavo.core.scheduler import Scheduler, SchedulerSettings
 from octavo.engine.executor import Executor
+from octavo.engine.pitfalls import Pitfalls
 from octavo.errors import ConfigError, InvalidRequest, OctavoError
 
 LONG_STEP_S = 2.0  # a step expected to take longer is foretold, lest its silence is taken for a stall
+LOOK_STEPS = 16  # how often the engine's counts are looked at for pitfalls
 UNMEASURED_STEP_S = 60.0  # what the first prompts may take, before their rate is known
+
+_log = logging.getLogger("octavo.engine")
 
 
 def wall_clock() -> Callable[[], float]:
@@ -73,6 +78,8 @@ class EngineCore:
             clock=clock or wall_clock(),
             groups=kv_groups(dict(info.kv)),
         )
+        self._pitfalls = Pitfalls(block_size=config.block_size, prefix_caching=config.enable_prefix_caching)
+        self._turns = 0
         self._foretell = foretell
         self._ended: list[EngineOutput] = []  # outputs of aborted requests, given out with the next step
         self._runner = ThreadPoolExecutor(1, "executor") if config.async_scheduling else None
@@ -113,6 +120,9 @@ class EngineCore:
             for request_id in taken:
                 self._scheduler.abort(request_id)
             raise
+        for request in requests:
+            if not request.sample_index:
+                self._pitfalls.saw(request.prompt_token_ids)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End these; their blocks are free at once, their last outputs come with the next ``step``."""
@@ -148,6 +158,10 @@ class EngineCore:
         except BaseException:
             self._ended = outputs  # an interrupt too: a notebook's user goes on with the same engine
             raise
+        self._turns += 1
+        if self._turns % LOOK_STEPS == 0:
+            for warning in self._pitfalls.look(self._scheduler.stats()):
+                _log.warning(warning)
         return outputs
 
     def _run_step(self, outputs: list[EngineOutput]) -> None:
