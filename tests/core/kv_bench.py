@@ -6,7 +6,7 @@ from octavo.core.block_hash import BlockHasher
 from octavo.core.kv_cache import KVCache
 from octavo.core.kv_layout import KVSpec
 from octavo.core.outputs import EngineRequest
-from octavo.core.plan import NO_BLOCK
+from octavo.core.plan import NO_BLOCK, Transfer, TransferDone
 from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
 
@@ -27,6 +27,8 @@ class KVBench:
         self.kv = KVCache(num_blocks, block_size, self.hasher if caching else None, groups, **settings)
         self.size = block_size
         self.memory: list[dict[int, object]] = [{} for _ in range(num_blocks)]
+        self.host_memory: list[dict[int, object]] = [{} for _ in range(self.kv.host.pool.num_blocks)]
+        self.moving: dict[int, Transfer] = {}  # started and not reported done
         self.planned: list[tuple] = []
         self.names = 0
 
@@ -66,15 +68,35 @@ class KVBench:
         self.kv.register(request)
         return True
 
-    def run(self) -> None:
-        """Run the planned rows as one step: copies, then all writes, then all reads."""
+    def take(self) -> tuple:
+        """What is planned: copies, transfers and rows of one step."""
         rows, self.planned = self.planned, []
-        self.execute(self.kv.take_copies(), rows)
+        return self.kv.take_copies(), self.kv.take_transfers(), rows
 
-    def execute(self, copies, rows) -> None:
+    def run(self) -> None:
+        """Run the planned rows as one step."""
+        self.execute(*self.take())
+
+    def execute(self, copies, transfers, rows) -> None:
+        """Copies, then all writes, then all reads. Transfers start, and go on until ``finish``."""
+        self.moving |= {transfer.id: transfer for transfer in transfers}
+        loading = {device for t in self.moving.values() if t.load for device, _ in t.blocks}
+        busy = {device for t in self.moving.values() for device, _ in t.blocks}
+        for device in loading:
+            self.memory[device] = {}
         sources = [dict(self.memory[source]) for source, _ in copies]  # as if all at once
-        for (_, block), held in zip(copies, sources, strict=True):
+        for (source, block), held in zip(copies, sources, strict=True):
+            assert source not in loading and block not in busy
             self.memory[block] = held
+        for name, start, end, tables, _ in rows:
+            used = {block for table in tables for block in table}
+            assert not used & loading, f"{name} is planned while its blocks are loaded"
+            written = {
+                table[0] if spec.kind == "state" else table[position // self.size]
+                for spec, table in zip(self.kv.groups, tables, strict=True)
+                for position in range(start, end)
+            }
+            assert not written & busy, f"{name} writes into a block that is being saved"
         for name, start, end, tables, truth in rows:
             for group, (spec, table) in enumerate(zip(self.kv.groups, tables, strict=True)):
                 if spec.kind == "state":
@@ -92,6 +114,29 @@ class KVBench:
                     assert block != NO_BLOCK, f"{name}: position {position} of group {group} is not kept"
                     held = self.memory[block].get(position % self.size)
                     assert held == (group, truth[position]), f"{name} reads another prefix in group {group}"
+
+    def lose(self, group, content) -> None:
+        """Evict one block of one group."""
+        block = self.kv.pool.find(group, content)
+        self.kv.pool._unname(block)
+
+    def finish(self, transfer_id=None) -> None:
+        """One transfer, or all, ends: only now data arrives, so that a block used too early shows."""
+        for number in [transfer_id] if transfer_id else list(self.moving):
+            transfer = self.moving.pop(number)
+            for device, host in transfer.blocks:
+                if transfer.load:
+                    self.memory[device] = dict(self.host_memory[host])
+                else:
+                    self.host_memory[host] = dict(self.memory[device])
+            self.kv.transfer_done(TransferDone(number, 0.001))
+
+    def settle(self) -> None:
+        """Steps without rows until nothing is left to move."""
+        self.run()
+        while self.moving:
+            self.finish()
+            self.run()
 
     def compute(self, request, upto=None) -> None:
         assert self.plan(request, upto)

@@ -22,6 +22,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.order: list[int] = []  # cached blocks, the next to be evicted first
         self.next_name = 0
 
+    def find(self, group, name):
+        return self.pool.find(group, Content(name, None))
+
     @rule(share=st.floats(0, 1))
     def allocate(self, share):
         count = int(share * self.pool.num_free)
@@ -56,7 +59,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def share_by_name(self, data):
         block_id = data.draw(st.sampled_from(sorted(self.contents)))
-        found = self.pool.find(*self.contents[block_id])
+        found = self.find(*self.contents[block_id])
         assert found is not None and found.id == block_id
         self.pool.touch(found)
         if block_id in self.order:
@@ -72,13 +75,15 @@ class PoolMachine(RuleBasedStateMachine):
             if block in self.contents and not any(block in other for other in self.owners):
                 self.order.append(block)
 
-    @precondition(lambda self: self.owners)
+    @precondition(lambda self: self.contents)
     @rule(data=st.data())
     def forget(self, data):
-        owner = data.draw(st.sampled_from(self.owners))
-        self.pool.forget(owner)
-        for block in owner:
-            self.contents.pop(block, None)
+        _, name = data.draw(st.sampled_from(sorted(self.contents.values())))
+        self.pool.forget(Content(name, None))
+        for block in [block for block, (_, known) in self.contents.items() if known == name]:
+            del self.contents[block]
+            if block in self.order:
+                self.order.remove(block)
 
     @rule()
     def reset(self):
@@ -105,7 +110,7 @@ class PoolMachine(RuleBasedStateMachine):
         )
         assert self.pool.usage == pytest.approx(len(held) / self.pool.num_blocks)
         for block, (group, name) in self.contents.items():
-            found = self.pool.find(group, name)
+            found = self.find(group, name)
             assert found is not None and found.id == block
 
 
@@ -121,7 +126,9 @@ def test_the_tail_of_a_sequence_is_evicted_before_its_head():
     pool.release(reversed(table))
     pool.allocate(2)
     assert (
-        pool.find(0, b"\x00") is not None and pool.find(0, b"\x01") is None and pool.find(0, b"\x02") is None
+        pool.find(0, Content(b"\x00", None)) is not None
+        and pool.find(0, Content(b"\x01", None)) is None
+        and pool.find(0, Content(b"\x02", None)) is None
     )
 
 
@@ -131,11 +138,11 @@ def test_a_hit_saves_a_block_from_eviction():
     for block, name in ((old, b"old"), (new, b"new")):
         pool.register(block, 0, Content(name, None))
         pool.release([block])
-    found = pool.find(0, b"old")
+    found = pool.find(0, Content(b"old", None))
     pool.touch(found)
     pool.release([found.id])
     pool.allocate(1)
-    assert pool.find(0, b"old") is found and pool.find(0, b"new") is None
+    assert pool.find(0, Content(b"old", None)) is found and pool.find(0, Content(b"new", None)) is None
 
 
 def test_a_second_free_of_a_block_is_caught():

@@ -48,9 +48,7 @@ def test_a_hit_needs_what_the_group_looks_back_to_and_no_more(spec: KVSpec, foun
     b.kv.free(b.computed(TEXT, chunk=4))
     second = b.sequence(TEXT)
     b.kv.name_blocks(second)
-    lost = b.kv.pool.find(0, second.contents[1].name)
-    b.kv.pool.touch(lost)
-    b.kv.pool.forget([lost.id])
+    b.kv.pool.forget(second.contents[1])
     expected = found or 4
     assert b.admit(second) == expected
     b.compute(second)
@@ -64,9 +62,7 @@ def test_a_hit_is_valid_for_every_group():
     assert again.block_tables[1][:7] == [NO_BLOCK] * 7
     b.compute(again)
     for index in (5, 6):  # the window group loses two blocks: it can go on from 20 or from 36
-        block = b.kv.pool.find(1, again.contents[index].name)
-        b.kv.pool.touch(block)
-        b.kv.pool.forget([block.id])
+        b.lose(1, again.contents[index])
     assert b.cached(TEXT[:33]) == 20 and b.cached(TEXT) == 36
 
 
@@ -131,11 +127,10 @@ def test_a_planned_row_keeps_its_block_table_while_the_next_step_is_prepared():
     for request in (parent, child):
         request.token_ids += range(50, 60)
         b.plan(request, 13)
-    copies, rows = b.kv.take_copies(), b.planned
-    b.planned = []
+    first = b.take()
     for request in (parent, child):
         b.plan(request, 20)
-    b.execute(copies, rows)
+    b.execute(*first)
     b.run()
 
 

@@ -6,7 +6,9 @@ found by that name until it is handed out again, in least-recently-used order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+
+from octavo.core.plan import NO_BLOCK
 
 
 class Content:
@@ -28,13 +30,15 @@ class Block:
     It has a name, and can be found, while ``content`` is not None. Then nothing is written into it.
     """
 
-    __slots__ = ("content", "group", "id", "next", "prev", "ref_count")
+    __slots__ = ("content", "group", "host", "id", "next", "prev", "queued", "ref_count")
 
-    def __init__(self, block_id: int) -> None:
+    def __init__(self, block_id: int, host: bool = False) -> None:
         self.id = block_id
+        self.host = host  # it lies in host memory
         self.ref_count = 0
         self.content: Content | None = None
         self.group = 0  # the KV group whose layers wrote it; meaningful while it has a name
+        self.queued = False  # to be saved in the host tier
         self.prev: Block | None = None
         self.next: Block | None = None
 
@@ -90,8 +94,8 @@ class FreeList:
 class BlockPool:
     """``num_blocks`` equal blocks with reference counts, shared by all KV groups."""
 
-    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
-        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+    def __init__(self, num_blocks: int, num_groups: int = 1, *, host: bool = False) -> None:
+        self.blocks = [Block(block_id, host) for block_id in range(num_blocks)]
         self._free = FreeList()
         for block in self.blocks:
             self._free.append(block)
@@ -132,9 +136,9 @@ class BlockPool:
             taken.append(block.id)
         return taken
 
-    def find(self, group: int, name: bytes) -> Block | None:
-        """The block that holds this content, active or cached."""
-        return self._named[group].get(name)
+    def find(self, group: int, content: Content) -> Block | None:
+        """The block that holds this, active or cached."""
+        return self._named[group].get(content.name)
 
     def touch(self, block: Block) -> None:
         """Hold a block that was found: one more reference, off the free list."""
@@ -167,12 +171,17 @@ class BlockPool:
             block.content, block.group = content, group
             self._named[group][content.name] = block
 
-    def forget(self, block_ids: Iterable[int]) -> None:
-        """Make active blocks unfindable: what they hold is not to be trusted."""
-        for block_id in block_ids:
-            block = self.blocks[block_id]
-            if block.content is not None:
-                self._unname(block)
+    def forget(self, content: Content) -> None:
+        """Make this unfindable, in all groups: what the blocks hold is not to be trusted."""
+        for group in range(len(self._named)):
+            block = self.find(group, content)
+            if block is None:
+                continue
+            self._unname(block)
+            if block.ref_count == 0:
+                self._num_cached -= 1
+                self._free.remove(block)
+                self._free.prepend(block)
 
     def reset_names(self) -> None:
         """Empty the prefix cache. Active blocks stay with their owners but are found no more."""
@@ -186,3 +195,14 @@ class BlockPool:
         assert block.content is not None
         del self._named[block.group][block.content.name]
         block.content = None
+
+
+def tail_first(tables: Sequence[Sequence[int]]) -> list[int]:
+    """The blocks of a sequence from its last to its first, all groups of one place together."""
+    length = max(map(len, tables), default=0)
+    return [
+        table[index]
+        for index in range(length - 1, -1, -1)
+        for table in tables
+        if index < len(table) and table[index] != NO_BLOCK
+    ]

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-import msgspec
+from collections.abc import Sequence
 
 from octavo.core.block_hash import BlockHasher
-from octavo.core.block_pool import Block, BlockPool, Content
+from octavo.core.block_pool import Block, BlockPool, Content, tail_first
+from octavo.core.host_tier import HostTier, Move
 from octavo.core.kv_layout import KVSpec, blocks_needed
-from octavo.core.plan import NO_BLOCK
+from octavo.core.kv_prefix import NO_HIT, PrefixHit, PrefixSearch
+from octavo.core.plan import NO_BLOCK, Transfer, TransferDone
 from octavo.core.request import Request
 from octavo.errors import ConfigError
-
-
-class PrefixHit(msgspec.Struct, frozen=True):
-    """The longest cached prefix of a sequence that every group can go on from; good until the pool changes.
-
-    ``blocks`` are per group those of block 0, 1, ... of the sequence, None where the group needs none; of a
-    state group only the one that holds the state at the hit's end.
-    """
-
-    blocks: list[list[Block | None]]
-    num_tokens: int
-
-
-_NO_HIT = PrefixHit([], 0)
 
 
 class KVCache:
     """The blocks of all sequences: ``groups`` share one pool of equal blocks, each with its own block tables.
 
     ``hasher`` is None where the prefix cache is off. ``max_chunk`` is the most tokens one step computes of a
-    sequence.
+    sequence. The host tier has ``num_host_blocks``; with ``offload`` cached blocks are saved there.
 
     A sequence writes only into blocks that it alone holds and that have no name; ``grow`` and ``admit``
     replace others, and ``take_copies`` tells what has to be copied before the step is run. A block table only
@@ -47,6 +33,8 @@ class KVCache:
         groups: Sequence[KVSpec],
         *,
         max_chunk: int = 2048,
+        num_host_blocks: int = 0,
+        offload: bool = False,
     ) -> None:
         if num_blocks < 1 or not groups:
             raise ConfigError(
@@ -55,6 +43,9 @@ class KVCache:
         self.block_size = block_size
         self.groups = tuple(groups)
         self.pool = BlockPool(num_blocks, len(groups))
+        self.host = HostTier(self.pool, BlockPool(num_host_blocks, len(groups), host=True), offload=offload)
+        self.host_hit_tokens = 0
+        self._search = PrefixSearch(self.groups, block_size, self.pool, self.host.pool)
         self._hasher = hasher
         self._max_chunk = max_chunk
         self._sliding = [g for g, spec in enumerate(self.groups) if spec.window is not None]
@@ -97,45 +88,9 @@ class KVCache:
         None for a request with ``prompt_logprobs``: those come of computing the whole prompt.
         """
         if self._hasher is None or request.request.sampling.prompt_logprobs is not None:
-            return _NO_HIT
-        contents = request.contents
-        end = min(len(contents), (request.num_tokens - 1) // self.block_size)
-        before = -1
-        while end != before:  # a group that can not go on from there may be able to from further back
-            before = end
-            for group in range(len(self.groups)):
-                end = self._longest(group, contents, end)
-        if end == 0:
-            return _NO_HIT
-        blocks = [self._needed(group, contents, end) for group in range(len(self.groups))]
-        return PrefixHit(blocks, end * self.block_size)
-
-    def _longest(self, group: int, contents: list[Content], limit: int) -> int:
-        """The longest prefix of at most ``limit`` blocks that this group can go on from, in blocks."""
-        spec = self.groups[group]
-        if spec.kind == "full":
-            for index in range(limit):
-                if self._find(group, contents[index]) is None:
-                    return index
-            return limit
-        end = start = limit
-        while start > self._first_block(spec, end * self.block_size):
-            start -= 1
-            if self._find(group, contents[start]) is None:
-                end = start
-        return end
-
-    def _find(self, group: int, content: Content) -> Block | None:
-        return self.pool.find(group, content.name)
-
-    def _first_block(self, spec: KVSpec, position: int) -> int:
-        return spec.first_kept(position) // self.block_size
-
-    def _needed(self, group: int, contents: list[Content], end: int) -> list[Block | None]:
-        spec = self.groups[group]
-        first = self._first_block(spec, end * self.block_size)
-        unused: list[Block | None] = [] if spec.kind == "state" else [None] * first
-        return unused + [self._find(group, content) for content in contents[first:end]]
+            return NO_HIT
+        limit = min(len(request.contents), (request.num_tokens - 1) // self.block_size)
+        return self._search.longest(request.contents, limit)
 
     def register(self, request: Request) -> None:
         """Make the full blocks that ``num_computed_tokens`` has reached findable.
@@ -167,6 +122,8 @@ class KVCache:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; sequences keep their blocks."""
         self.pool.reset_names()
+        self.host.pool.reset_names()
+        self.host.forget()
 
     # Sequences
 
@@ -177,16 +134,33 @@ class KVCache:
         """
         end, total = hit.num_tokens // self.block_size, self._blocks(upto)
         found = [block for blocks in hit.blocks for block in blocks if block is not None]
-        revived = sum(block.ref_count == 0 for block in found)
-        new = len(self._states) + len(self._tables) * max(0, total - end)
-        if new + revived + reserve > self.pool.num_free:
+        near = [block for block in found if not block.host]
+        new = len(self._states) + len(self._tables) * max(0, total - end) + hit.host_blocks
+        if new + sum(block.ref_count == 0 for block in near) + reserve > self.pool.num_free:
             return False
-        for block in found:
+        for block in near:
             self.pool.touch(block)
-        for table, blocks in zip(request.block_tables, hit.blocks, strict=bool(hit.blocks)):
-            table += [NO_BLOCK if block is None else block.id for block in blocks]
+        moves: list[Move] = []
+        for group, blocks in enumerate(hit.blocks):
+            request.block_tables[group] += [
+                NO_BLOCK if block is None else self._loaded(block, group, moves) if block.host else block.id
+                for block in blocks
+            ]
         request.num_computed_tokens, request.num_registered = hit.num_tokens, end
-        return self.grow(request, upto)
+        if not moves:
+            return self.grow(request, upto)
+        self._lengthen(request, total)
+        self.host_hit_tokens += hit.num_host_tokens
+        request.transfer = self.host.start(True, moves[::-1], [request])
+        return True
+
+    def _loaded(self, twin: Block, group: int, moves: list[Move]) -> int:
+        """A block to load a host block into; the transfer holds both."""
+        self.host.pool.touch(twin)
+        (block_id,) = self.pool.allocate(1)
+        self.pool.touch(self.pool.blocks[block_id])
+        moves.append(Move(block_id, twin.id, group, twin.content))
+        return block_id
 
     def grow(self, request: Request, upto: int) -> bool:
         """Give a sequence blocks to write into for positions from ``num_computed_tokens`` up to ``upto``.
@@ -222,19 +196,19 @@ class KVCache:
             table = request.block_tables[group].copy()
             table[index] = self._copy(table[index])
             request.block_tables[group] = table
-        for group in self._tables:
-            table = request.block_tables[group]
-            if len(table) < total:
-                table += self.pool.allocate(total - len(table))
-        for group in self._states:
-            if not request.block_tables[group]:
-                request.block_tables[group] += self.pool.allocate(1)
+        self._lengthen(request, total)
         return True
+
+    def _lengthen(self, request: Request, total: int) -> None:
+        for group, table in enumerate(request.block_tables):
+            missing = (total if self.groups[group].kind != "state" else 1) - len(table)
+            if missing > 0:
+                table += self.pool.allocate(missing)
 
     def _slide(self, request: Request) -> None:
         for group in self._sliding:
             table = request.block_tables[group]
-            index = self._first_block(self.groups[group], request.num_computed_tokens) - 1
+            index = self.groups[group].first_kept(request.num_computed_tokens) // self.block_size - 1
             if not 0 <= index < len(table) or table[index] == NO_BLOCK:
                 continue
             request.block_tables[group] = table = table.copy()
@@ -292,17 +266,26 @@ class KVCache:
         """Take back all blocks, tail first; not ``trusted`` (a faulty row): their contents are forgotten."""
         if trusted:
             self._name_snapshot(request)
+        else:
+            self._forget(request.contents[: request.num_registered])
         tables, request.block_tables = request.block_tables, [[] for _ in self.groups]
-        held = tail_first(tables)
-        if not trusted:
-            self.pool.forget(held)
-        self._release(held)
+        self._release(tail_first(tables))
+        if request.host_tables:
+            self.host.pool.release(tail_first(request.host_tables))
+            request.host_tables = []
         request.num_computed_tokens = request.num_registered = 0
         request.snapshot_due = False
+        request.transfer = None
 
-    def _release(self, block_ids: Iterable[int]) -> None:
+    def _forget(self, contents: list[Content]) -> None:
+        for content in contents:
+            self.pool.forget(content)
+            self.host.pool.forget(content)
+        self.host.forget({content.name for content in contents})
+
+    def _release(self, block_ids: Sequence[int]) -> None:
         """Give up one reference to each, in this order; a copy that nobody waits for any more is not made."""
-        self.pool.release(block_ids)
+        self.host.release(self.pool, block_ids)
         if self._copies:
             for block_id in block_ids:
                 if self.pool.blocks[block_id].ref_count == 0 and block_id in self._copies:
@@ -310,13 +293,51 @@ class KVCache:
                     self._sources[source] -= 1
                     self._release([source])
 
+    # The host tier
 
-def tail_first(tables: Sequence[Sequence[int]]) -> list[int]:
-    """The blocks of a sequence from its last to its first, all groups of one place together."""
-    length = max(map(len, tables), default=0)
-    return [
-        table[index]
-        for index in range(length - 1, -1, -1)
-        for table in tables
-        if index < len(table) and table[index] != NO_BLOCK
-    ]
+    def swap_out(self, requests: Sequence[Request]) -> bool:
+        """Move a group of sequences to the host tier. They keep what is computed, and hold no block here.
+
+        ``host_tables`` then say where they are. False, and nothing done, if one waits for a transfer or too
+        few host blocks are free.
+        """
+        if any(request.transfer is not None for request in requests):
+            return False
+        for request in requests:
+            self._name_snapshot(request)
+            self._take_back_copies(request)
+        return self.host.swap(requests, load=False)
+
+    def _take_back_copies(self, request: Request) -> None:
+        """Share again what was to be copied for the step now planned: there is nothing in it to save yet."""
+        for table in request.block_tables if self._copies else ():
+            for index, block_id in enumerate(table):
+                if (source := self._copies.get(block_id)) is not None:
+                    self.pool.touch(self.pool.blocks[source])
+                    self._release([block_id])
+                    table[index] = source
+
+    def swap_in(self, requests: Sequence[Request], reserve: int = 0) -> bool:
+        """Bring a group of sequences back, leaving ``reserve`` blocks free.
+
+        Blocks that the pool still holds are shared, the others loaded: the sequences wait for ``transfer``,
+        unless it is None. False, and nothing done, if too few blocks are free or they are still being saved.
+        """
+        if any(request.transfer is not None for request in requests):
+            return False
+        return self.host.swap(requests, load=True, reserve=reserve)
+
+    def take_transfers(self) -> list[Transfer]:
+        """What is to start with the step now planned, after ``take_copies``."""
+        return self.host.take_transfers()
+
+    def transfer_done(self, done: TransferDone) -> None:
+        """A transfer has ended: who waited may be planned. Raises ``RuntimeError`` for an unknown id."""
+        self.host.done(done)
+
+    def transfer_lost(self, transfer_id: int) -> list[Request]:
+        """A transfer broke off: those who waited for it hold nothing now, and are to be computed again."""
+        lost = self.host.lost(transfer_id)
+        for request in lost:
+            self.free(request)
+        return lost

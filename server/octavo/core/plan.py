@@ -89,8 +89,8 @@ class Row(msgspec.Struct, frozen=True, gc=False):
 class Transfer(msgspec.Struct, frozen=True):
     """Blocks to move between the pool and the host tier: (device block, host block) pairs.
 
-    Saves read blocks as all earlier steps left them; neither end of a transfer is used by any row or other
-    transfer until it is reported done.
+    Saves read blocks as all earlier steps left them. Until a transfer is reported done nothing else writes
+    into its blocks, and no row or copy reads the device blocks of a load.
     """
 
     id: int

@@ -89,6 +89,7 @@ class Request:
         "contents",
         "finished",
         "first_token_time",
+        "host_tables",
         "ignore_eos",
         "max_total_tokens",
         "num_cached_tokens",
@@ -101,6 +102,7 @@ class Request:
         "snapshot_due",
         "stop_token_ids",
         "token_ids",
+        "transfer",
     )
 
     def __init__(
@@ -117,6 +119,8 @@ class Request:
         self.num_cached_tokens = -1  # unknown until first scheduled
         self.num_registered = 0  # full blocks whose names the pool was given
         self.block_tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.host_tables: list[list[int]] = []  # its blocks in the host tier while it is swapped out
+        self.transfer: int | None = None  # what it waits for before it can be planned
         self.contents: list[Content] = []
         self.snapshot_due = False  # the state after the last computed token is to be kept under a name
         original_prompt = self.num_prompt_tokens - request.num_prior_output_tokens
