@@ -124,6 +124,24 @@ def test_seeded_draws_do_not_depend_on_chunks_or_preemption(make_tiny, engine, t
     assert tokens(engine("qwen3").generate(batch, params, max_num_batched_tokens=7)) == whole
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 7}, {"max_num_seqs": 2}], ids=str)
+def test_asynchronous_scheduling_changes_no_token(name, settings, engine, tokens) -> None:
+    batch = prompts(30, 41, 17, 1, seed=8)
+    params = [
+        SamplingParams(seed=i, temperature=t, max_tokens=9 + i, stop_token_ids=(i,))
+        for i, t in enumerate((0, 1, 1, 0))
+    ]
+    made = [
+        [
+            (tokens([outputs]), outputs[-1].finish_reason)
+            for outputs in engine(name).generate(batch, params, async_scheduling=on, **settings)
+        ]
+        for on in (False, True)
+    ]
+    assert made[0] == made[1]
+
+
 def test_logprobs_are_transformers(make_tiny, engine) -> None:
     (prompt,) = prompts(30, seed=8)
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=3, seed=0)

@@ -41,6 +41,13 @@ def test_smollm2_tokens_batched_chunked_preempted_and_warm(smollm2, tokens) -> N
         assert tokens(engine.generate(batch, 12, max_num_batched_tokens=chunk)) == made
 
 
+def test_smollm2_tokens_with_and_without_asynchronous_scheduling(smollm2, tokens) -> None:
+    engine, _ = smollm2
+    batch = [TEXT, TEXT[:16], TEXT[:1], TEXT * 3]
+    made = [tokens(engine.generate(batch, 12, async_scheduling=on, max_num_seqs=3)) for on in (True, False)]
+    assert made[0] == made[1]
+
+
 def test_smollm2_tokens_when_preempted(smollm2_gguf, smollm2, engine_of, tokens) -> None:
     _, reference = smollm2
     block = 2 * 30 * 16 * 3 * 64 * 4
