@@ -24,7 +24,11 @@ def finish(connector: HostConnector, count: int) -> list[TransferDone]:
     return done
 
 
-def test_blocks_come_back_as_they_were_saved_wherever_they_go() -> None:
+@pytest.mark.parametrize("long_run", [1, 8])
+def test_blocks_come_back_as_they_were_saved_wherever_they_go(
+    long_run: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.worker.connector.LONG_RUN", long_run)
     pages = cache_tensors()
     before = [tensor.clone() for tensor in pages]
     connector = HostConnector(pages, 4)
@@ -54,8 +58,8 @@ def test_transfers_run_in_the_order_of_their_calls_and_end_once() -> None:
 
 def test_who_does_not_wait_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    copy = HostConnector._copy_runs
-    monkeypatch.setattr(HostConnector, "_copy_runs", lambda self, one: go.wait(30) and copy(self, one))
+    copy = HostConnector._copy_blocks
+    monkeypatch.setattr(HostConnector, "_copy_blocks", lambda self, one: go.wait(30) and copy(self, one))
     connector = HostConnector(cache_tensors(), 2)
     connector.save(Transfer(1, False, [(1, 0)]))
     assert connector.finished(wait=False) == []

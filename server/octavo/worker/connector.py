@@ -1,8 +1,8 @@
 """Moving KV blocks out of the pool and back in, beside the steps: to host memory now, to other pods later.
 
 The scheduler decides what moves and when (``octavo.core.plan.Transfer``); a connector only copies. The host
-tier follows the PagedAttention paper (SOSP 2023, section 4.5): equal blocks, and runs of consecutive ones in
-one copy, since many small copies would not use the bus.
+tier follows the PagedAttention paper (SOSP 2023, section 4.5): equal blocks, and many of them in one copy,
+since many small copies would not use the bus.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from octavo.core.plan import Transfer, TransferDone
 from octavo.worker.pages import zeroed
+
+LONG_RUN = 8  # blocks: runs of so many on average are worth a copy each
 
 
 class KVConnector(Protocol):
@@ -47,7 +49,7 @@ class NullConnector:
 class HostConnector:
     """Keeps ``num_blocks`` blocks in host memory: of each tensor of ``pages`` [blocks, ...] as many pages.
 
-    One thread copies, in the order of the calls, and holds Python's lock for none of it.
+    One thread copies, in the order of the calls, in a few calls that leave Python's lock to the others.
     """
 
     def __init__(self, pages: Sequence[Tensor], num_blocks: int) -> None:
@@ -80,20 +82,28 @@ class HostConnector:
         """Copy, and wait until it is done -> seconds."""
         began = time.perf_counter()
         if self._stream is None or earlier is None:
-            self._copy_runs(transfer)
+            self._copy_blocks(transfer)
         else:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(earlier)
-                self._copy_runs(transfer)
+                self._copy_blocks(transfer)
             self._stream.synchronize()
         return time.perf_counter() - began
 
-    def _copy_runs(self, transfer: Transfer) -> None:
-        for device, host, count in runs(transfer.blocks):
-            for pages, kept in zip(self._pages, self._kept, strict=True):
-                ours, theirs = pages.narrow(0, device, count), kept.narrow(0, host, count)
-                target, source = (ours, theirs) if transfer.load else (theirs, ours)
-                target.copy_(source, non_blocking=True)
+    def _copy_blocks(self, transfer: Transfer) -> None:
+        """Runs of blocks as they lie; blocks that lie scattered are gathered, moved as one, and scattered."""
+        found = runs(transfer.blocks)
+        ids = torch.tensor(transfer.blocks)
+        for pages, kept in zip(self._pages, self._kept, strict=True):
+            sides = ((kept, 1), (pages, 0)) if transfer.load else ((pages, 0), (kept, 1))
+            (source, a), (target, b) = sides
+            if len(found) * LONG_RUN > len(transfer.blocks):
+                gathered = source.index_select(0, ids[:, a].to(source.device)).to(target.device)
+                target.index_copy_(0, ids[:, b].to(target.device), gathered)
+                continue
+            for run in found:
+                ours = target.narrow(0, run[b], run[2])
+                ours.copy_(source.narrow(0, run[a], run[2]), non_blocking=True)
 
 
 _wait = wait  # the methods' own argument has the name
