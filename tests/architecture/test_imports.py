@@ -23,8 +23,8 @@ PROMPT = CORE | {"octavo.prompt", "octavo.gguf_file"}
 KERNELS = {"octavo_kernels"}
 LAYERS = CORE | KERNELS | {"octavo.layers"}
 MODELS = LAYERS | {"octavo.models", "octavo.gguf_file"}
-WORKER = MODELS | {"octavo.worker", "octavo.sampling"}
-ENGINE = WORKER | PROMPT | {"octavo.engine", "octavo.fetch"}
+WORKER = MODELS | PROMPT | {"octavo.worker", "octavo.sampling"}  # grammars are built over the tokenizer
+ENGINE = WORKER | {"octavo.engine", "octavo.fetch"}
 MAY_IMPORT = {
     "octavo_kernels": KERNELS,
     "octavo.errors": set(),

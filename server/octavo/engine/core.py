@@ -15,9 +15,11 @@ from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import check_request
 from octavo.core.scheduler import Scheduler, SchedulerSettings
 from octavo.engine.executor import Executor
+from octavo.engine.grammar_wait import GrammarWait
 from octavo.engine.pitfalls import Pitfalls
 from octavo.errors import ConfigError, InvalidRequest, OctavoError
 
+GRAMMAR_WAIT_S = 0.01  # an engine that only waits for grammars looks up for messages this often
 LONG_STEP_S = 2.0  # a step expected to take longer is foretold, lest its silence is taken for a stall
 LOOK_STEPS = 16  # how often the engine's counts are looked at for pitfalls
 UNMEASURED_STEP_S = 60.0  # what the first prompts may take, before their rate is known
@@ -81,6 +83,8 @@ class EngineCore:
         self._pitfalls = Pitfalls(block_size=config.block_size, prefix_caching=config.enable_prefix_caching)
         self._turns = 0
         self._foretell = foretell
+        self._grammars = GrammarWait(lambda grammar: executor.prepare(grammar))
+        self._rejected: list[tuple[list[str], OctavoError]] = []
         self._ended: list[EngineOutput] = []  # outputs of aborted requests, given out with the next step
         self._runner = ThreadPoolExecutor(1, "executor") if config.async_scheduling else None
         self._running: tuple[StepPlan, Future[StepResult]] | None = None
@@ -110,7 +114,21 @@ class EngineCore:
         return min(limits.max_model_len, limits.num_blocks * limits.block_size + 1) - prompt_tokens
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
-        """Take all of these or none: ``InvalidRequest``, ``ContextLengthExceeded`` or ``QueueFull``."""
+        """Take all of these or none: ``InvalidRequest``, ``ContextLengthExceeded`` or ``QueueFull``.
+
+        Those with a grammar that is not built yet enter once it is; ``take_rejected`` tells of those refused.
+        """
+        for request in requests:
+            self.check(request)
+        if not self._grammars.hold(requests):
+            self._enter(requests)
+
+    def take_rejected(self) -> list[tuple[list[str], OctavoError]]:
+        """Requests that could not enter after their grammars were built, and why, since the last call."""
+        rejected, self._rejected = self._rejected, []
+        return rejected
+
+    def _enter(self, requests: Sequence[EngineRequest]) -> None:
         taken: list[str] = []
         try:
             for request in requests:
@@ -126,12 +144,13 @@ class EngineCore:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End these; their blocks are free at once, their last outputs come with the next ``step``."""
-        outputs = (self._scheduler.abort(request_id) for request_id in request_ids)
+        outputs = (self._grammars.abort(one) or self._scheduler.abort(one) for one in request_ids)
         self._ended += [output for output in outputs if output is not None]
 
     @property
     def has_work(self) -> bool:
-        return bool(self._ended) or self._running is not None or self._scheduler.has_requests
+        waiting = bool(self._ended) or bool(self._grammars)
+        return waiting or self._running is not None or self._scheduler.has_requests
 
     def wait(self) -> bool:
         """Let the step that runs come to its end, and plan the next meanwhile. False when none runs."""
@@ -149,6 +168,8 @@ class EngineCore:
 
         What the executor raises, and an interrupt from the keyboard within it, ends the requests of the step.
         """
+        if self._grammars:
+            self._enter_waiting()
         outputs, self._ended = self._ended, []
         try:
             if self._runner is None:
@@ -163,6 +184,17 @@ class EngineCore:
             for warning in self._pitfalls.look(self._scheduler.stats()):
                 _log.warning(warning)
         return outputs
+
+    def _enter_waiting(self) -> None:
+        if self._running is None and not self._ended and not self._scheduler.has_requests:
+            self._grammars.wait(GRAMMAR_WAIT_S)
+        for requests, fault in self._grammars.ready():
+            try:
+                if fault is not None:
+                    raise fault
+                self._enter(requests)
+            except OctavoError as error:
+                self._rejected.append(([request.request_id for request in requests], error))
 
     def _run_step(self, outputs: list[EngineOutput]) -> None:
         plan = self._scheduler.schedule()

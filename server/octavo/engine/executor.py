@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,6 +44,12 @@ class Executor(Protocol):
 
     @property
     def info(self) -> ExecutorInfo: ...
+
+    def prepare(self, grammar: str) -> Future[Any]:
+        """Begin, beside the steps, to build what rows with this grammar need.
+
+        The future raises ``InvalidRequest`` when the grammar cannot be used.
+        """
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; rows come back in the order of the plan.

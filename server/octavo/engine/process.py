@@ -70,6 +70,8 @@ def serve(core: EngineCore, port: Port) -> None:
         if core.wait() and not _take_in(core, port, 0):
             return
         outputs = core.step()
+        for request_ids, error in core.take_rejected():
+            _reject(port, request_ids, error)
         port.send(messages.Outputs(outputs, core.stats()))
 
 
@@ -81,8 +83,7 @@ def _take_in(core: EngineCore, port: Port, timeout_ms: int) -> bool:
                 try:
                     core.add(requests)
                 except OctavoError as error:
-                    ids = [request.request_id for request in requests]
-                    port.send(messages.Rejected(ids, messages.ErrorInfo.of(error)))
+                    _reject(port, [request.request_id for request in requests], error)
             case messages.AbortRequests(request_ids):
                 core.abort(request_ids)
             case messages.AdminCall(call_id, method):
@@ -92,6 +93,10 @@ def _take_in(core: EngineCore, port: Port, timeout_ms: int) -> bool:
             case _:
                 raise OctavoError(f"an engine takes no {type(message).__name__} message")
     return True
+
+
+def _reject(port: Port, request_ids: list[str], error: OctavoError) -> None:
+    port.send(messages.Rejected(request_ids, messages.ErrorInfo.of(error)))
 
 
 def _admin(core: EngineCore, call_id: int, method: str) -> messages.AdminReply:

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from octavo.errors import ConfigError
 from octavo.layers.batch import ActivationBuffers
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig, load_model_config
+from octavo.prompt.assets import load_assets
+from octavo.sampling.grammar import Grammars
 from octavo.sampling.rules import RuleBook
 from octavo.sampling.sampler import Sampler
 from octavo.worker import sizing
@@ -54,9 +57,13 @@ class ExecutorInfo:
 class LocalExecutor:
     """Runs the whole model in this process."""
 
-    def __init__(self, runner: ModelRunner, info: ExecutorInfo) -> None:
+    def __init__(self, runner: ModelRunner, info: ExecutorInfo, grammars: Grammars) -> None:
         self.runner = runner
         self.info = info
+        self._grammars = grammars
+
+    def prepare(self, grammar: str) -> Future[Any]:
+        return self._grammars.prepare(grammar)
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.runner.run(plan)
@@ -97,10 +104,12 @@ class Loaded:
         config, groups = self.config, len(self.layout.groups)
         return largest_step(config.max_num_seqs, self._activations.max_tokens, config.block_size, groups)
 
-    def runner(self, size: sizing.CacheSize, host_blocks: int = 0) -> ModelRunner:
+    def runner(
+        self, size: sizing.CacheSize, host_blocks: int = 0, grammars: Grammars | None = None
+    ) -> ModelRunner:
         """A runner with a KV cache of this size."""
         config, place = self.config, self.place
-        sampler = Sampler(RuleBook(config.max_num_seqs))
+        sampler = Sampler(RuleBook(config.max_num_seqs, grammars))
 
         def inputs(activations: ActivationBuffers, groups: int) -> StepInputs:
             rows, length = config.max_num_seqs, size.max_model_len
@@ -155,7 +164,10 @@ def build_executor(config: EngineConfig, path: Path, progress: Progress) -> Loca
     size = _size(loaded)
     host_blocks = _host_blocks(loaded, size)
     sizing.log_size(place.device.type, size)
-    runner = loaded.runner(size, host_blocks)
+    grammars = Grammars(
+        lambda: load_assets(path).tokenizer_json, model_config.vocab_size, model_config.eos_token_ids
+    )
+    runner = loaded.runner(size, host_blocks, grammars)
 
     progress("warming", f"{size.tokens} tokens of KV cache, up to {size.max_model_len} a request")
     warm_up(runner, size, min(WARM_UP_TOKENS, config.max_num_batched_tokens), len(loaded.layout.groups))
@@ -168,7 +180,7 @@ def build_executor(config: EngineConfig, path: Path, progress: Progress) -> Loca
         model_config.eos_token_ids,
         {"groups": group_descriptions(loaded.layout)},
     )
-    return LocalExecutor(runner, info)
+    return LocalExecutor(runner, info, grammars)
 
 
 def group_descriptions(layout: KVLayout) -> list[dict[str, Any]]:
