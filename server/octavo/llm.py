@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -23,8 +24,10 @@ from octavo.engine.core import EngineCore
 from octavo.errors import InvalidRequest
 from octavo.fetch import fetch, with_draft_here
 from octavo.prompt.assets import load_assets
+from octavo.prompt.engine_params import engine_params
 from octavo.prompt.renderer import PromptRenderer
 from octavo.prompt.text_stream import TextStream
+from octavo.sampling.grammar_compiler import GrammarCompiler
 
 Prompt: TypeAlias = str | Mapping[str, Any] | list[int]  # a text, {"prompt_token_ids": ids}, or ids
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
@@ -34,7 +37,8 @@ _log = logging.getLogger("octavo.llm")
 
 
 class CompletionOutput(msgspec.Struct):
-    """One sample of a prompt. ``logprobs`` has one entry a token when they were asked for.
+    """One sample of a prompt. ``logprobs`` has one entry a token when they were asked for;
+    ``cumulative_logprob`` is a beam's, whose results come best first.
 
     ``finish_reason`` "error" with ``error`` says that this sample alone failed.
     """
@@ -43,18 +47,22 @@ class CompletionOutput(msgspec.Struct):
     text: str = ""
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
 
 
 class RequestOutput(msgspec.Struct):
-    """A prompt and its samples. ``prompt`` is None where token ids were given."""
+    """A prompt and its samples. ``prompt`` is None where token ids were given; ``prompt_logprobs`` has an
+    entry for each prompt token but the first, when they were asked for.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class LLM:
@@ -76,6 +84,8 @@ class LLM:
         executor = build_executor(self.config, path, lambda stage, detail: _log.info("%s %s", stage, detail))
         self.engine = EngineCore(self.config, executor)
         self._calls = itertools.count()
+        self._grammars = GrammarCompiler()
+        weakref.finalize(self, self._grammars.close)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, use_tqdm: bool = True
@@ -150,6 +160,7 @@ class LLM:
             raise InvalidRequest(
                 f"{len(params)} sampling params for {len(prompts)} prompts: give 1 or one each"
             )
+        params = self._with_grammars(params)
         call = next(self._calls)
         jobs = [
             _Job(self.renderer, index, text, ids, sampling, self.engine, call)
@@ -158,6 +169,17 @@ class LLM:
         with tqdm.tqdm(total=len(jobs), desc="Prompts", unit="prompt", disable=not use_tqdm) as bar:
             _generate(self.engine, jobs, self.config.max_num_seqs + self.config.max_queue, bar)
         return [job.output for job in jobs]
+
+    def _with_grammars(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:
+        made: list[SamplingParams] = []
+        for index, one in enumerate(params):
+            if index and one is params[index - 1]:
+                one = made[-1]
+            elif one.structured_outputs is not None:
+                grammar = self._grammars.compile(one.structured_outputs)
+                one = msgspec.structs.replace(one, grammar=grammar)
+            made.append(one)
+        return made
 
 
 class _Job:
@@ -182,13 +204,14 @@ class _Job:
         self.left = self.samples
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         limit = sampling.max_tokens or max(1, engine.max_tokens_after(len(ids)))
-        alone = msgspec.structs.replace(sampling, n=1, stop=(), seed=seed, max_tokens=limit)
+        alone = engine_params(sampling, renderer, seed=seed, max_tokens=limit)
         self.requests = [
             EngineRequest(
                 request_id=f"{call}-{index}-{sample}",
                 prompt_token_ids=ids,
                 sampling=alone,
                 sample_index=sample,
+                group=f"{call}-{index}" if self.samples > 1 else None,
             )
             for sample in range(self.samples)
         ]
@@ -207,6 +230,10 @@ class _Job:
             completion.logprobs = (completion.logprobs or []) + output.logprobs[: delta.num_tokens]
         if sample == 0:
             self.output.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self.output.prompt_logprobs = output.prompt_logprobs
+        if output.cumulative_logprob is not None:
+            completion.cumulative_logprob = output.cumulative_logprob
         if delta.finish_reason is None:
             return False
         completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
@@ -222,17 +249,22 @@ class _Job:
 
 
 def _generate(engine: EngineCore, jobs: list[_Job], limit: int, bar: tqdm.tqdm[Any]) -> None:
-    """Run the jobs to their end, at most ``limit`` requests in the engine at once. Leaves none behind."""
-    pending = deque((job, sample) for job in jobs for sample in range(job.samples))
+    """Run the jobs to their end, at most ``limit`` requests in the engine at once (or one job). Leaves none
+    behind.
+    """
+    pending = deque(jobs)
     running: dict[str, tuple[_Job, int]] = {}
     tokens, start = 0, time.monotonic()
     try:
         while pending or running:
-            while pending and len(running) < limit:
-                job, sample = pending.popleft()
-                engine.add([job.requests[sample]])
-                running[job.requests[sample].request_id] = (job, sample)
-            for output in engine.step():
+            while pending and (not running or len(running) + pending[0].samples <= limit):
+                job = pending.popleft()
+                engine.add(job.requests)
+                running |= {request.request_id: (job, i) for i, request in enumerate(job.requests)}
+            outputs = engine.step()
+            for _, error in engine.take_rejected():
+                raise error
+            for output in outputs:
                 if output.request_id not in running:
                     continue  # the last output of one that a stop string had ended
                 job, sample = running[output.request_id]

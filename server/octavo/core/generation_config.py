@@ -7,18 +7,24 @@ from typing import Any
 
 from octavo.core.sampling_params import SamplingParams
 
-_FIELDS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_new_tokens": "max_tokens"}
-_NOT_APPLIED = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "no_repeat_ngram_size": 0}
+_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_NOT_APPLIED = {"typical_p": 1.0, "no_repeat_ngram_size": 0}
 
 
-def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """What a request gets that says nothing. Raises ``InvalidRequest`` for a value out of range."""
-    values = {ours: generation_config.get(theirs) for theirs, ours in _FIELDS.items()}
-    return SamplingParams(**{name: value for name, value in values.items() if value is not None})
+def sampling_defaults(
+    generation_config: Mapping[str, Any], max_tokens: int | None = SamplingParams().max_tokens
+) -> SamplingParams:
+    """What a request gets that says nothing; ``max_tokens`` where the model does not say how many.
+
+    Raises ``InvalidRequest`` for a value out of range.
+    """
+    values = {name: generation_config.get(name) for name in _FIELDS}
+    given = {name: value for name, value in values.items() if value is not None}
+    return SamplingParams(**given, max_tokens=generation_config.get("max_new_tokens") or max_tokens)
 
 
 def not_applied(generation_config: Mapping[str, Any]) -> list[str]:
-    """The settings that ask for something the sampler does not have yet, as ``name value``."""
+    """The settings that ask for something the sampler does not have, as ``name value``."""
     return [
         f"{name} {generation_config[name]}"
         for name, off in _NOT_APPLIED.items()

@@ -6,6 +6,7 @@ import msgspec
 
 from octavo.core.block_pool import Content
 from octavo.core.outputs import EngineRequest, FinishReason, RequestTimes
+from octavo.core.plan import LogitRules
 from octavo.errors import ContextLengthExceeded, InvalidRequest
 
 
@@ -31,11 +32,7 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
         raise InvalidRequest(
             f"prompt holds token id {wrong}: ids are 0 to {limits.vocab_size - 1}", param="prompt"
         )
-    for token in sampling.stop_token_ids:
-        if not 0 <= token < limits.vocab_size:
-            raise InvalidRequest(
-                f"stop_token_ids holds {token}: ids are 0 to {limits.vocab_size - 1}", param="stop_token_ids"
-            )
+    sampling.check_vocabulary(limits.vocab_size)
     prior = request.num_prior_output_tokens
     if not 0 <= prior < len(prompt):
         raise InvalidRequest(
@@ -98,6 +95,7 @@ class Request:
         "num_registered",
         "request",
         "request_id",
+        "rules",
         "scheduled_time",
         "snapshot_due",
         "stop_token_ids",
@@ -106,13 +104,20 @@ class Request:
     )
 
     def __init__(
-        self, request: EngineRequest, *, arrival: float, max_model_len: int, num_groups: int
+        self,
+        request: EngineRequest,
+        *,
+        arrival: float,
+        max_model_len: int,
+        num_groups: int,
+        rules: LogitRules | None = None,
     ) -> None:
         sampling = request.sampling
         assert sampling.max_tokens is not None  # check_request has seen to it
         self.request = request
         self.request_id = request.request_id
         self.arrival = arrival
+        self.rules = rules
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0

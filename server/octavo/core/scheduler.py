@@ -21,6 +21,7 @@ import msgspec
 from octavo.core.block_hash import BlockHasher
 from octavo.core.kv_cache import KVCache
 from octavo.core.kv_layout import KVSpec
+from octavo.core.logit_rules import logit_rules
 from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats, FinishReason
 from octavo.core.plan import Row, RowResult, SampleSpec, StepPlan, StepResult, TokenLogprobs
 from octavo.core.prefill_rate import PrefillRate
@@ -115,6 +116,7 @@ class Scheduler:
             arrival=request.arrival_time or self._clock(),
             max_model_len=self.settings.max_model_len,
             num_groups=len(self.kv.groups),
+            rules=logit_rules(request, self._eos),
         )
         self.kv.name_blocks(new)
         self._requests[new.request_id] = new
@@ -187,10 +189,19 @@ class Scheduler:
                     request.request.sample_index,
                     end,
                     sampling.logprobs,
+                    sampling.min_p,
+                    request.rules,
                 )
             ]
         rows.append(
-            Row(request.request_id, request.token_ids[start:end], start, [*request.block_tables], samples)
+            Row(
+                request.request_id,
+                request.token_ids[start:end],
+                start,
+                [*request.block_tables],
+                samples,
+                history=request.token_ids if request.rules is not None else None,
+            )
         )
         request.num_computed_tokens = end
         self.kv.register(request)
