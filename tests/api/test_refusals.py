@@ -38,13 +38,34 @@ WRONG = [
     ("stop_token_ids", 3),
     ("ignore_eos", "yes"), ("stream", "yes"), ("skip_special_tokens", 1), ("cache_salt", 5),
     ("stream_options", {"include_usage": True}), ("return_token_ids", 1), ("request_id", 7),
+    ("presence_penalty", 2.1), ("presence_penalty", "x"), ("frequency_penalty", -2.1),
+    ("frequency_penalty", True), ("repetition_penalty", 0), ("repetition_penalty", "x"),
+    ("min_p", 1.1), ("min_p", -0.1), ("min_tokens", -1), ("min_tokens", 1.5), ("min_tokens", 10**6),
+    ("logit_bias", [1]), ("logit_bias", {"a": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"5": "x"}),
+    ("logit_bias", {"384": 1}), ("logit_bias", {"5": True}),
+    ("bad_words", "x"), ("bad_words", [""]), ("bad_words", [1]), ("bad_words", ["x"] * 257),
+    ("allowed_token_ids", [384]), ("allowed_token_ids", []), ("allowed_token_ids", [-1]),
+    ("allowed_token_ids", "x"),
+    ("prompt_logprobs", -1), ("prompt_logprobs", 21), ("prompt_logprobs", True),
+    ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", 10**6),
+    ("truncate_prompt_tokens", "x"),
+    ("priority", "high"), ("priority", 2**31), ("priority", 0.5),
+    ("timeout_s", 0), ("timeout_s", -1), ("timeout_s", "x"), ("timeout_s", 10**9),
+    ("use_beam_search", "x"), ("length_penalty", 2), ("length_penalty", "x"), ("early_stopping", True),
+    ("structured_outputs", []), ("structured_outputs", {}),
+    ("structured_outputs", {"regex": "a", "choice": ["b"]}), ("structured_outputs", {"regex": 3}),
+    ("structured_outputs", {"choice": []}), ("structured_outputs", {"choice": [1]}),
+    ("structured_outputs", {"json": 3}), ("structured_outputs", {"json_object": False}),
+    ("structured_outputs", {"json": "{"}), ("structured_outputs", {"grammar": "not a grammar"}),
+    ("structured_outputs", {"regex": "a("}), ("structured_outputs", {"structural_tag": {}}),
+    ("response_format", "json"), ("response_format", {"type": "xml"}), ("response_format", {}),
+    ("response_format", {"type": "json_schema"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": 3}}),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "sand"}}}),
 ]  # fmt: skip
 UNSUPPORTED = [
-    ("presence_penalty", 0.5), ("frequency_penalty", 1), ("repetition_penalty", 1.1), ("min_p", 0.1),
-    ("min_tokens", 5), ("logit_bias", {"5": 1}), ("bad_words", ["x"]), ("allowed_token_ids", [1]),
-    ("truncate_prompt_tokens", 5), ("prompt_logprobs", 0), ("priority", 1), ("use_beam_search", True),
-    ("structured_outputs", {"regex": "a"}), ("response_format", {"type": "json_object"}),
     ("kv_transfer_params", {}), ("echo", True), ("reasoning_effort", "high"), ("include_reasoning", False),
+    ("guided_json", {"type": "object"}), ("guided_choice", ["a"]),
 ]  # fmt: skip
 
 
@@ -80,12 +101,67 @@ def test_a_known_field_that_is_not_supported_is_refused(fast: Any, path: str, fi
             "min_p": 0,
         },
         {"response_format": {"type": "text"}, "echo": False, "bad_words": [], "priority": 0, "user": "me"},
+        {"use_beam_search": False, "length_penalty": 1.0, "structured_outputs": None, "min_tokens": 0},
         {"n": 1.0, "top_k": -1, "spaces_between_special_tokens": True, "include_reasoning": True},
     ],
 )
 def test_values_that_mean_off_are_taken(fast: Any, fields: dict[str, Any]) -> None:
     assert fast.post("/v1/completions", {**COMPLETION, **fields}).status_code == 200
     assert fast.post("/v1/chat/completions", {**CHAT, **fields}).status_code == 200
+
+
+BEAMS = {"use_beam_search": True, "n": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({**BEAMS, "stream": True}, "use_beam_search"),
+        ({**BEAMS, "temperature": 0.7}, "temperature"),
+        ({**BEAMS, "top_p": 0.9}, "top_p"),
+        ({**BEAMS, "repetition_penalty": 1.2}, "repetition_penalty"),
+        ({**BEAMS, "logit_bias": {"5": 1}}, "logit_bias"),
+        ({**BEAMS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({**BEAMS, "stop": "x"}, "stop"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+        ),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_fields_that_mean_nothing_together_are_refused(
+    fast: Any, path: str, fields: dict[str, Any], param: str
+) -> None:
+    body = CHAT if "chat" in path else COMPLETION
+    assert error_of(fast.post(path, {**body, **fields}), 400)["param"] == param
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
+def test_a_token_that_the_model_does_not_have_is_named(fast: Any, name: str) -> None:
+    """Case 13."""
+    value = {"394": 1} if name == "logit_bias" else [394]
+    error = error_of(fast.post("/v1/completions", {**COMPLETION, name: value, "min_tokens": 1}), 400)
+    assert error["param"] == name and "394" in error["message"]
+
+
+def test_a_pattern_that_cannot_be_held_to_is_named(fast: Any) -> None:
+    """Case 22: never text without the form."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?<=a)b$"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    error = error_of(fast.post("/v1/chat/completions", {**CHAT, "response_format": form}), 400)
+    assert error["param"] == "response_format"
+    assert "response_format.json_schema.schema.properties.a.pattern" in error["message"]
+    assert "^(?<=a)b$" in error["message"]
+
+
+def test_a_grammar_that_the_engine_refuses_is_a_bad_request(fast: Any) -> None:
+    body = {**COMPLETION, "structured_outputs": {"choice": ["refused by the engine"]}}
+    assert "too many states" in error_of(fast.post("/v1/completions", body), 400)["message"]
+    assert error_of(fast.post("/v1/completions", {**body, "stream": True}), 400)["param"] == "grammar"
 
 
 @pytest.mark.parametrize(

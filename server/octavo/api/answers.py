@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from octavo.api.generation import Delta
-from octavo.api.logprobs import CompletionLogprobs, chat_logprobs, joined
+from octavo.api.logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
 from octavo.api.requests import ParsedRequest
+from octavo.core.plan import TokenLogprobs
 
 
 class _Choice:
@@ -34,6 +35,7 @@ class _Answer(ABC):
         self._head = {"id": f"{self.prefix}-{name}", "created": created, "model": request.model}
         self._choices = [_Choice() for _ in range(len(request.prompts) * request.sampling.n)]
         self._first_shown: set[int] = set()
+        self._prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
 
     def add(self, delta: Delta) -> None:
         """Take a delta into the whole answer."""
@@ -45,8 +47,11 @@ class _Answer(ABC):
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
 
-    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
+    def whole(
+        self, usage: dict[str, Any], prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
+    ) -> dict[str, Any]:
+        """The answer of a request that does not stream. ``prompt_logprobs``: for each prompt."""
+        self._prompt_logprobs = prompt_logprobs
         choices = [self._whole_choice(index, choice) for index, choice in enumerate(self._choices)]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": usage}
 
@@ -84,6 +89,11 @@ class _Answer(ABC):
 
     def _prompt_of(self, index: int) -> list[int]:
         return self._request.prompts[index // self._request.sampling.n]
+
+    def _prompt_logprobs_of(self, index: int) -> list[dict[str, Any] | None]:
+        logprobs = self._prompt_logprobs[index // self._request.sampling.n]
+        renderer, as_ids = self._request.renderer, self._request.tokens_as_ids
+        return prompt_logprobs(renderer, self._prompt_of(index), logprobs, as_ids)
 
     def _end(self, index: int, choice: _Choice) -> dict[str, Any]:
         end: dict[str, Any] = {
@@ -127,6 +137,8 @@ class CompletionAnswer(_Answer):
         whole = {"text": "".join(choice.text), **self._end(index, choice)}
         if self._request.return_token_ids:
             whole["prompt_token_ids"] = self._prompt_of(index)
+        if self._request.sampling.prompt_logprobs is not None:
+            whole["prompt_logprobs"] = self._prompt_logprobs_of(index)
         return whole
 
 
@@ -145,10 +157,14 @@ class ChatAnswer(_Answer):
                 chunk["prompt_token_ids"] = self._request.prompts[0]
             yield chunk
 
-    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
-        whole = super().whole(usage)
+    def whole(
+        self, usage: dict[str, Any], prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
+    ) -> dict[str, Any]:
+        whole = super().whole(usage, prompt_logprobs)
         if self._request.return_token_ids:
             whole["prompt_token_ids"] = self._request.prompts[0]
+        if self._request.sampling.prompt_logprobs is not None:
+            whole["prompt_logprobs"] = self._prompt_logprobs_of(0)
         return whole
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:

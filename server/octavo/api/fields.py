@@ -14,26 +14,12 @@ from octavo.errors import InvalidRequest
 MAX_STOP_STRINGS = 4  # as OpenAI
 
 _OFF: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
-    "priority": (0,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "structured_outputs": (),
-    "response_format": ({"type": "text"},),
     "kv_transfer_params": (),
     "echo": (False,),
     "include_reasoning": (True,),
     "reasoning_effort": (),
-}
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+}  # the last four are older names of structured_outputs: an answer in any form is not what they ask
 _OFF_CHAT: dict[str, tuple[Any, ...]] = {
     **_OFF,
     "chat_template": (),
@@ -47,30 +33,16 @@ _OFF_CHAT: dict[str, tuple[Any, ...]] = {
 }
 _OFF_COMPLETION: dict[str, tuple[Any, ...]] = {**_OFF, "best_of": (1,), "suffix": ("",)}
 _SAMPLING = [
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "max_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "logprobs",
-]
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "max_tokens", "min_tokens",
+    "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+    "spaces_between_special_tokens", "logprobs", "prompt_logprobs", "use_beam_search", "length_penalty",
+    "early_stopping", "structured_outputs", "response_format",
+]  # fmt: skip
 _COMMON = [
-    "model",
-    "stream",
-    "stream_options",
-    "cache_salt",
-    "request_id",
-    "user",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-]
+    "model", "stream", "stream_options", "cache_salt", "priority", "timeout_s", "truncate_prompt_tokens",
+    "request_id", "user", "return_token_ids", "return_tokens_as_token_ids",
+]  # fmt: skip
 _CHAT = [
     "messages",
     "max_completion_tokens",
@@ -138,12 +110,35 @@ class Fields:
             raise wrong("stop", value, "non-empty strings")
         return tuple(strings)
 
-    def token_ids(self, name: str) -> tuple[int, ...]:
+    def texts(self, name: str) -> tuple[str, ...]:
         value = self.body.get(name)
         if value is None:
             return ()
-        if not isinstance(value, list):
-            raise wrong(name, value, "a list of token ids")
+        if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+            raise wrong(name, value, "a list of non-empty strings")
+        return tuple(value)
+
+    def object(self, name: str) -> dict[str, Any] | None:
+        value = self.body.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise wrong(name, value, "an object")
+        return value
+
+    def logit_bias(self) -> dict[int, float]:
+        bias: dict[int, float] = {}
+        for key, value in (self.object("logit_bias") or {}).items():
+            token = key.isascii() and key.isdigit() and len(key) <= len(str(2**31))
+            if not token or not isinstance(value, (int, float)) or isinstance(value, bool):
+                raise wrong("logit_bias", {key: value}, "an object of token ids of this model and numbers")
+            bias[int(key)] = value
+        return bias
+
+    def token_ids(self, name: str, *, empty: bool = True) -> tuple[int, ...]:
+        value = self.body.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not (value or empty):
+            raise wrong(name, value, "a list of token ids" if empty else "a list of at least one token id")
         for token in value:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31:
                 raise wrong(name, token, "a list of token ids of this model")

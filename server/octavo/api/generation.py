@@ -23,6 +23,7 @@ from octavo.engine.client import EngineClient
 from octavo.engine.messages import Ready
 from octavo.engine.stream import OutputStream
 from octavo.errors import InvalidRequest, QueueFull
+from octavo.prompt.engine_params import engine_params
 from octavo.prompt.renderer import PromptRenderer
 from octavo.prompt.text_stream import TextStream
 
@@ -71,6 +72,8 @@ class Generation:
         max_queue: int,
         max_running: int,
         cache_salt: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -91,16 +94,20 @@ class Generation:
         self._stream: OutputStream | None = None
         self._first: asyncio.Future[EngineOutput]
         self._sequences: dict[str, _Sequence] = {}
+        self.prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in prompts]
         for p, prompt in enumerate(prompts):
-            limits = {"n": 1, "stop": (), "seed": seed, "max_tokens": _max_tokens(sampling, prompt, info)}
-            alone = msgspec.structs.replace(sampling, **limits)
+            most = _max_tokens(sampling, prompt, info)
+            alone = engine_params(sampling, renderer, seed=seed, max_tokens=most)
             for sample in range(samples):
                 request = EngineRequest(
                     request_id=f"{name}-{p}-{sample}",
                     prompt_token_ids=prompt,
                     sampling=alone,
                     sample_index=sample,
+                    group=f"{name}-{p}" if samples > 1 else None,
                     cache_salt=cache_salt,
+                    priority=priority,
+                    deadline=deadline,
                     arrival_time=self._arrival,
                 )
                 first = p * sampling.n
@@ -160,6 +167,8 @@ class Generation:
             self._metrics.finished("error")
             self._metrics.internal_errors.inc()
             raise InternalFault(f"the engine failed on this request: {output.error}")
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs[sequence.choices[0] // self.sampling.n] = output.prompt_logprobs
         now = time.time()
         delta = sequence.text.push(output.token_ids, output.finish_reason, output.stop_reason)
         counted = output.token_ids[: delta.num_tokens]

@@ -34,6 +34,26 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
+def prompt_logprobs(
+    renderer: PromptRenderer, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], as_ids: bool
+) -> list[dict[str, Any] | None]:
+    """vLLM's form: for each prompt token ``{token_id: {logprob, rank, decoded_token}}``, its own first; None
+    for the first token, which nothing comes before.
+    """
+
+    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        name = token_name(renderer, token_id, as_ids)
+        return {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": name}
+
+    entries: list[dict[str, Any] | None] = [None]
+    for token_id, one in zip(prompt[1:], logprobs, strict=True):
+        shown = {str(token_id): entry(token_id, one.logprob, one.rank)}
+        for rank, (other, logprob) in enumerate(one.top, 1):
+            shown.setdefault(str(other), entry(other, logprob, rank))
+        entries.append(shown)
+    return entries
+
+
 class CompletionLogprobs:
     """Builds ``{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`` of one choice, chunk by
     chunk.

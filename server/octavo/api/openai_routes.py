@@ -86,7 +86,7 @@ async def _whole(generation: Generation, answer: Answer) -> dict[str, Any]:
         await generation.start(answer_first=False)
         async for delta in generation.deltas():
             answer.add(delta)
-        return answer.whole(generation.usage())
+        return answer.whole(generation.usage(), generation.prompt_logprobs)
 
 
 async def _events(generation: Generation, answer: Answer, include_usage: bool) -> AsyncGenerator[bytes, None]:

@@ -29,13 +29,22 @@ from octavo.errors import InvalidRequest, Unavailable
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence by its token ids. ``output_token_ids`` were made elsewhere: it goes on after them."""
+    """A sequence by its token ids. ``output_token_ids`` were made elsewhere: it goes on after them.
+
+    ``sampling`` is in tokens too: ``bad_words_token_ids`` and ``grammar`` in place of texts. ``deadline`` is
+    in seconds since the epoch.
+    """
 
     prompt_token_ids: list[int]
     output_token_ids: list[int] = []
     sampling: SamplingParams = SamplingParams()
     sample_index: int = 0
     cache_salt: str | None = None
+    priority: int = 0
+    deadline: float | None = None
+
+
+_TEXTS = ("stop", "bad_words", "structured_outputs")
 
 
 def private_routes(service: Service, drain: Callable[[], None]) -> APIRouter:
@@ -70,8 +79,8 @@ def private_routes(service: Service, drain: Callable[[], None]) -> APIRouter:
 
     @routes.post("/internal/generate")
     async def generate(request: Request) -> Any:
-        """Events of ``{token_ids, logprobs, num_cached_tokens, finish_reason, stop_reason}``, then
-        ``[DONE]``.
+        """Events of ``{token_ids, logprobs, prompt_logprobs, num_cached_tokens, finish_reason,
+        stop_reason}``, then ``[DONE]``.
         """
         service.require_ready()
         stream = service.engine.submit([_engine_request(await read_body(request))])
@@ -96,8 +105,14 @@ def _engine_request(raw: bytes) -> EngineRequest:
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not what /internal/generate takes: {error}") from error
     sampling = body.sampling
-    if sampling.stop:
-        raise InvalidRequest("stop strings are text: this route knows tokens only", param="sampling.stop")
+    for name in _TEXTS:
+        if getattr(sampling, name):
+            raise InvalidRequest(
+                f"{name} is of texts: this route knows tokens only", param=f"sampling.{name}"
+            )
+    if sampling.n > 1 or sampling.use_beam_search:
+        name = "n" if sampling.n > 1 else "use_beam_search"
+        raise InvalidRequest(f"{name} is of several sequences: this route runs one", param=f"sampling.{name}")
     if sampling.max_tokens is None:
         raise InvalidRequest("sampling.max_tokens is missing", param="sampling.max_tokens")
     if sampling.seed is None:
@@ -109,6 +124,8 @@ def _engine_request(raw: bytes) -> EngineRequest:
         sampling=sampling,
         sample_index=body.sample_index,
         cache_salt=body.cache_salt,
+        priority=body.priority,
+        deadline=body.deadline,
         arrival_time=time.time(),
     )
 
@@ -122,5 +139,7 @@ async def _events(stream: OutputStream, first: asyncio.Future[EngineOutput]) -> 
 def _shown(output: EngineOutput) -> dict[str, Any]:
     if output.finish_reason == "error":
         raise InternalFault(f"the engine failed on this request: {output.error}")
-    fields = ("token_ids", "logprobs", "num_cached_tokens", "finish_reason", "stop_reason")
+    fields = (
+        "token_ids", "logprobs", "prompt_logprobs", "num_cached_tokens", "finish_reason", "stop_reason",
+    )  # fmt: skip
     return {name: getattr(output, name) for name in fields}

@@ -5,21 +5,25 @@ engine.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
 from octavo.api.body import parse_object, read_body
 from octavo.api.fields import Fields, refuse_unsupported, unknown_names, wrong
 from octavo.api.generation import Generation
-from octavo.api.sampling import sampling_params
+from octavo.api.sampling import sampling_params, structured_outputs
 from octavo.api.service import Service
 from octavo.errors import InvalidRequest
 
 OFF_LOOP_BYTES = (
     8192  # a body this long is parsed, rendered and tokenised on a thread: 2,000 tokens, a few ms
 )
+LONGEST_CUT = 2**17  # tokens of a prompt that is to be truncated; of more not even the end is tokenised
+LONGEST_TIMEOUT_S = 86_400
 T = TypeVar("T")
 
 
@@ -44,14 +48,52 @@ class ParsedRequest:
         self.request_id = fields.text("request_id")
         self.return_token_ids = fields.flag("return_token_ids", False)
         self.tokens_as_ids = fields.flag("return_tokens_as_token_ids", False)
+        self.priority = fields.integer("priority", 0) or 0
+        if not -(2**31) <= self.priority < 2**31:
+            raise wrong("priority", self.priority, "a 32-bit integer")
+        self.deadline = self._deadline()
         self.sampling = sampling_params(fields, service.defaults, chat)
-        if chat:
-            self.prompts = [renderer.chat(body, self.info.max_model_len)]
+        if self.stream:
+            for name in ("use_beam_search", "prompt_logprobs"):  # they are there at the end
+                if getattr(self.sampling, name) not in (None, False):
+                    raise InvalidRequest(f"{name} does not stream: leave stream out", param=name)
+        self.prompts = self._prompts()
+
+    def _deadline(self) -> float | None:
+        """Seconds since the epoch."""
+        seconds = self.fields.number("timeout_s", 0.0)
+        if self.fields.body.get("timeout_s") is None:
+            return None
+        if not 0 < seconds <= LONGEST_TIMEOUT_S:
+            raise wrong("timeout_s", seconds, f"above 0 and at most {LONGEST_TIMEOUT_S}")
+        return time.time() + seconds
+
+    def _prompts(self) -> list[list[int]]:
+        body, longest = self.fields.body, self.info.max_model_len
+        last = self.fields.integer("truncate_prompt_tokens")
+        if last is not None and not (last == -1 or 1 <= last <= longest):
+            allowed = f"between 1 and {longest}, or -1 for as many as fit"
+            raise wrong("truncate_prompt_tokens", last, allowed)
+        fits = longest if last is None else max(longest, LONGEST_CUT)
+        if self.chat:
+            prompts = [self.renderer.chat(dict(body), fits)]
         else:
             if body.get("prompt") is None:
                 raise InvalidRequest("prompt is missing", param="prompt", code="missing_parameter")
-            special = fields.flag("add_special_tokens", True)
-            self.prompts = renderer.completion(body["prompt"], special, self.info.max_model_len)
+            prompts = self.renderer.completion(
+                body["prompt"], self.fields.flag("add_special_tokens", True), fits
+            )
+        if last is None:
+            return prompts
+        kept = max(1, longest - (self.sampling.max_tokens or 1)) if last == -1 else last
+        return [prompt[-kept:] for prompt in prompts]
+
+    async def compile(self) -> None:
+        """Make the grammar of the form that is asked for, if any."""
+        forms, where = structured_outputs(self.fields)
+        if forms is not None:
+            grammar = await self.service.grammar(forms, where)
+            self.sampling = msgspec.structs.replace(self.sampling, grammar=grammar)
 
     def _stream_options(self) -> bool:
         options = self.fields.body.get("stream_options")
@@ -82,6 +124,8 @@ class ParsedRequest:
             max_queue=config.max_queue,
             max_running=config.max_num_seqs,
             cache_salt=self.cache_salt,
+            priority=self.priority,
+            deadline=self.deadline,
         )
 
 
@@ -90,6 +134,7 @@ async def parse_request(service: Service, request: Request, chat: bool) -> Parse
     service.require_ready()  # before the body is read: a replica that cannot answer says so at once
     raw = await read_body(request)
     parsed = await off_loop(len(raw), lambda: ParsedRequest(service, parse_object(raw), chat))
+    await parsed.compile()
     if parsed.num_unknown:
         service.metrics.ignored_fields.inc(parsed.num_unknown)
     return parsed

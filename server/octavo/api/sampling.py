@@ -4,33 +4,15 @@ defaults.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import msgspec
-
 from octavo.api.fields import Fields, wrong
-from octavo.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from octavo.core.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from octavo.errors import InvalidRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's completions; a chat may fill the context
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
-class Defaults(msgspec.Struct, frozen=True):
-    """What a request gets that does not say otherwise."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_new_tokens: int | None = None
-
-    @classmethod
-    def of(cls, generation_config: Mapping[str, Any]) -> Defaults:
-        values = {name: generation_config.get(name) for name in cls.__struct_fields__}
-        return cls(**{name: value for name, value in values.items() if value is not None})
-
-
-def sampling_params(fields: Fields, defaults: Defaults, chat: bool) -> SamplingParams:
+def sampling_params(fields: Fields, defaults: SamplingParams, chat: bool) -> SamplingParams:
     """Raises ``InvalidRequest`` naming the field, its value and what is allowed."""
     skip = fields.flag("skip_special_tokens", True)
     if fields.flag("spaces_between_special_tokens", False) and not skip:
@@ -39,27 +21,85 @@ def sampling_params(fields: Fields, defaults: Defaults, chat: bool) -> SamplingP
             param="spaces_between_special_tokens",
             code="unsupported_parameter",
         )
+    max_tokens = _max_tokens(fields, defaults, chat)
+    beams = fields.flag("use_beam_search", False)
+    if beams:  # the model's own defaults are for drawing
+        defaults = SamplingParams()
     return SamplingParams(
         n=fields.integer("n", 1) or 0,
         temperature=fields.number("temperature", defaults.temperature),
         top_p=fields.number("top_p", defaults.top_p),
         top_k=fields.integer("top_k", defaults.top_k) or 0,
+        min_p=fields.number("min_p", defaults.min_p),
+        presence_penalty=fields.number("presence_penalty", 0.0),
+        frequency_penalty=fields.number("frequency_penalty", 0.0),
+        repetition_penalty=fields.number("repetition_penalty", defaults.repetition_penalty),
+        logit_bias=fields.logit_bias(),
+        allowed_token_ids=fields.token_ids("allowed_token_ids", empty=False),
+        bad_words=fields.texts("bad_words"),
         seed=fields.integer("seed"),
-        max_tokens=_max_tokens(fields, defaults, chat),
+        max_tokens=max_tokens,
+        min_tokens=fields.integer("min_tokens", 0) or 0,
         stop=fields.stop(),
         stop_token_ids=fields.token_ids("stop_token_ids"),
         ignore_eos=fields.flag("ignore_eos", False),
         include_stop_str_in_output=fields.flag("include_stop_str_in_output", False),
         skip_special_tokens=skip,
         logprobs=_chat_logprobs(fields) if chat else fields.integer("logprobs"),
+        prompt_logprobs=fields.integer("prompt_logprobs"),
+        use_beam_search=beams,
+        length_penalty=fields.number("length_penalty", 1.0),
+        early_stopping=fields.flag("early_stopping", False),
+        structured_outputs=structured_outputs(fields)[0],
     )
 
 
-def _max_tokens(fields: Fields, defaults: Defaults, chat: bool) -> int | None:
+def structured_outputs(fields: Fields) -> tuple[StructuredOutputs | None, str]:
+    """The form that the answer has to have, if any, and the field that says so."""
+    asked = fields.object("structured_outputs")
+    forms, where = _response_format(fields)
+    if asked is None:
+        return forms, where
+    if forms is not None:
+        raise InvalidRequest(
+            "structured_outputs and response_format are both given: choose one", param="structured_outputs"
+        )
+    if unknown := [name for name, value in asked.items() if name not in _FORMS and value is not None]:
+        raise InvalidRequest(
+            f"structured_outputs.{unknown[0]} is not supported: give one of {', '.join(_FORMS)}",
+            param="structured_outputs",
+            code="unsupported_parameter",
+        )
+    return StructuredOutputs(**asked), "structured_outputs"
+
+
+def _response_format(fields: Fields) -> tuple[StructuredOutputs | None, str]:
+    asked = fields.object("response_format")
+    kind = "text" if asked is None else asked.get("type")
+    if asked is None or kind == "text":
+        return None, "response_format"
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True), "response_format"
+    if kind != "json_schema":
+        allowed = "text, json_object or json_schema"
+        raise InvalidRequest(
+            f"response_format.type is {kind!r:.100}: it must be {allowed}", param="response_format"
+        )
+    held = asked.get("json_schema")
+    schema = held.get("schema") if isinstance(held, dict) else None
+    if not isinstance(schema, dict):
+        raise InvalidRequest(
+            f"response_format.json_schema.schema is {schema!r:.100}: it must be a JSON schema",
+            param="response_format",
+        )
+    return StructuredOutputs(json=schema), "response_format.json_schema.schema"
+
+
+def _max_tokens(fields: Fields, defaults: SamplingParams, chat: bool) -> int | None:
     if not chat:
         return fields.integer("max_tokens", DEFAULT_COMPLETION_TOKENS)
     name = "max_completion_tokens" if fields.body.get("max_completion_tokens") is not None else "max_tokens"
-    value = fields.integer(name, defaults.max_new_tokens)
+    value = fields.integer(name, defaults.max_tokens)
     if value is not None and value < 1:
         raise wrong(name, value, "at least 1")
     return value

@@ -86,7 +86,7 @@ class Server:
                 server.should_exit = True
                 server.force_exit = self._at_once.is_set()
             await asyncio.gather(*serving, life, stop, return_exceptions=True)
-            await self.service.engine.close()
+            await self.service.close()
 
     def stop(self, *, hurry: bool = False) -> None:
         """Drain, then end. ``hurry`` takes no more requests from now on. A second call ends at once."""

@@ -13,16 +13,17 @@ from typing import Any
 
 from octavo import __version__
 from octavo.api.metrics import Metrics
-from octavo.api.sampling import Defaults
 from octavo.api.threads import in_daemon_thread
 from octavo.config import EngineConfig
-from octavo.core.generation_config import not_applied
+from octavo.core.generation_config import not_applied, sampling_defaults
+from octavo.core.sampling_params import StructuredOutputs
 from octavo.engine.client import EngineClient
 from octavo.engine.messages import Ready
 from octavo.errors import ModelNotFound, OctavoError, Unavailable
 from octavo.fetch import fetch
 from octavo.prompt.assets import PromptAssets, load_assets
 from octavo.prompt.renderer import PromptRenderer
+from octavo.sampling.grammar_compiler import GrammarCompiler
 
 STARTING_RETRY_S = 5  # Retry-After of a server that is starting or draining
 _log = logging.getLogger("octavo.api")
@@ -39,7 +40,9 @@ class Service:
         self.created = int(time.time())
         self.renderer: PromptRenderer | None = None
         self.assets_bytes = b""
-        self.defaults = Defaults()
+        self.defaults = sampling_defaults({}, max_tokens=None)
+        self._grammars = GrammarCompiler()
+        self._compiling = asyncio.Lock()  # one at a time, and who waits for it holds no thread
         self.failure: OctavoError | None = None
         self.draining = False  # from the first moment of a drain
         self.refusing = False  # after its grace
@@ -106,6 +109,15 @@ class Service:
                 f"the model {name!r:.100} does not exist: {served} is served here", param="model"
             )
 
+    async def grammar(self, forms: StructuredOutputs, where: str) -> str:
+        """The grammar of a form that ``where`` asks for. Raises ``InvalidRequest`` naming what is wrong."""
+        async with self._compiling:
+            return await in_daemon_thread(lambda: self._grammars.compile(forms, where))
+
+    async def close(self) -> None:
+        self._grammars.close()
+        await self.engine.close()
+
     def server_info(self) -> dict[str, Any]:
         """What the engine is, for the router and the operator."""
         info, renderer, names = self.engine.info, self.renderer, self.config.model_names
@@ -165,7 +177,7 @@ class Service:
 
     def _load_prompt(self, path: Path) -> None:
         assets: PromptAssets = load_assets(path, self.config)
-        self.defaults = Defaults.of(assets.generation_config)
+        self.defaults = sampling_defaults(assets.generation_config, max_tokens=None)
         if missing := not_applied(assets.generation_config):
             _log.warning("the model's generation_config.json asks for %s: not applied", ", ".join(missing))
         self.assets_bytes = assets.to_bytes()
