@@ -62,7 +62,7 @@ def test_others_run_while_a_grammar_is_built(core, executor, request_of, with_gr
 def test_a_built_grammar_lets_its_requests_in_at_once(core, executor, with_grammar) -> None:
     executor.prepare("g").set_result(None)
     core.add([with_grammar("a", "g"), with_grammar("b", "g")])
-    assert {output.request_id for output in core.step()} == {"a", "b"}
+    assert {output.request_id for output in steps(core, 2)} == {"a", "b"}
 
 
 def test_a_grammar_of_no_use_rejects_its_requests_together(core, executor, with_grammar) -> None:
