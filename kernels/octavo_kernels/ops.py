@@ -75,6 +75,9 @@ class Ops(Protocol):
     ) -> Tensor:
         """x [M, K] times w transposed (+ bias [N]) -> [M, N], of x.dtype or of ``out_dtype`` (float32)."""
 
+    def lookup(self, w: PackedWeight, rows: Tensor, out: Tensor) -> Tensor:
+        """The rows (int64 [T]) of a weight that :meth:`pack` packed, as they were before -> out [T, K]."""
+
     def pack_gate_up(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> PackedWeight:
         """Pack gate and up, both [I, K], for :meth:`gate_up`."""
 

@@ -34,6 +34,9 @@ class ReferenceOps:
         y = F.linear(x, w.data, bias)
         return _deliver(y, out, out_dtype or x.dtype)
 
+    def lookup(self, w: PackedWeight, rows: Tensor, out: Tensor) -> Tensor:
+        return torch.index_select(w.data, 0, rows, out=out)
+
     def pack_gate_up(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> PackedWeight:
         i, k = gate.shape
         return PackedWeight((i, k), dtype, torch.cat([gate, up]).to(dtype).contiguous(), paired=True)

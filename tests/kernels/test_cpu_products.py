@@ -99,3 +99,15 @@ def test_float16_weights_are_converted_when_packed(cpu, dtype):
 def test_activations_of_another_dtype_than_the_weight_are_refused(cpu):
     with pytest.raises(TypeError, match="bfloat16"):
         cpu.matmul(torch.randn(1, 8), cpu.pack(torch.randn(4, 8), torch.bfloat16))
+
+
+@few
+@given(shape=shapes, dtype=st.sampled_from(DTYPES), seed=st.integers(0, 999))
+def test_rows_of_a_packed_weight_are_what_was_packed(cpu, shape, dtype, seed):
+    count, n, k = shape
+    w = tensor(seed, n, k, dtype=dtype)
+    ids = torch.randint(n, (count,), generator=torch.Generator().manual_seed(seed))
+    out = torch.zeros(count, k + 3, dtype=dtype)
+    cpu.lookup(cpu.pack(w, dtype), ids, out[:, :k])
+    assert torch.equal(out[:, :k], w[ids])
+    assert not out[:, k:].any()

@@ -101,6 +101,14 @@ class CpuOps:
         )
         return out
 
+    def lookup(self, w: PackedWeight, rows: Tensor, out: Tensor) -> Tensor:
+        if out.dtype is not w.dtype:
+            raise TypeError(f"out is {out.dtype}, the weight {w.dtype}")
+        count = rows.shape[0]
+        functions = self._brief if count <= _BRIEF_ROWS else self._long
+        functions.lookup(w.data.address, rows.data_ptr(), count, out.data_ptr(), out.stride(0))
+        return out
+
     def gate_up(
         self, x: Tensor, w: PackedWeight, activation: str = "silu", out: Tensor | None = None
     ) -> Tensor:

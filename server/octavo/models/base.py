@@ -79,11 +79,12 @@ class CausalLM:
             factors = weights.exact(ROPE_FACTORS, (config.head_dim // 2,))
         rotary = RotaryTables(config.head_dim, max_positions, weights.device, factors)
         build = Builder(ops, weights, config, whole, rotary)
-        self._embedding = Embedding(weights, "model.embed_tokens", vocabulary, self.embedding_scale(config))
+        scale, tied = self.embedding_scale(config), config.tie_word_embeddings
+        self._embedding = Embedding(ops, weights, "model.embed_tokens", vocabulary, scale, tied=tied)
         self._layers = [self.build_layer(build, index) for index in range(config.num_layers)]
         self._norm = build.norm("model.norm", self.norm_offset)
         table = self._embedding.table
-        if config.tie_word_embeddings:
+        if tied:
             weights.ignore("lm_head.weight")
         else:
             table = weights.tensor("lm_head.weight", vocabulary)

@@ -137,7 +137,7 @@ void norm_rows(const Norm& a, long rows) {
 using namespace octavo;
 
 // Changes with the functions below, so that Python does not call into a library that was built from other sources.
-OCTAVO_API int octavo_interface() { return 1; }
+OCTAVO_API int octavo_interface() { return 2; }
 
 // Choose the instruction set: by name, or the best for null. Returns its name, null where it is not supported.
 OCTAVO_API const char* octavo_start(const char* isa) {
@@ -156,6 +156,11 @@ OCTAVO_API long octavo_packed_bytes(const Weight* w) {
 OCTAVO_API void octavo_pack(const Weight* w, const void* first, const void* second) {
     const Pack a{first, second, const_cast<void*>(w->data), *w};
     parallel(w->panels(), kElementsPerTask / w->panel_elements(), [&a](long p0, long p1) { pack_panels(a, p0, p1); });
+}
+
+OCTAVO_API void octavo_lookup(const Weight* w, const int64_t* rows, long count, void* out, long out_stride) {
+    const Lookup a{*w, rows, out, out_stride};
+    parallel(count, kElementsPerTask / w->k, [&a](long i0, long i1) { look_up_rows(a, i0, i1); });
 }
 
 OCTAVO_API void octavo_matmul(const void* x, long x_stride, long m, const Weight* w, const void* bias, int activation,

@@ -25,6 +25,14 @@ struct Pack {
     Weight weight;
 };
 
+// Rows of a packed weight that is no pair, as they were before they were packed.
+struct Lookup {
+    Weight weight;
+    const int64_t* rows;
+    void* out;             // [rows, k]
+    long out_stride;       // elements
+};
+
 // How a kernel wants its activations. All but kRows of float32 have k padded with zeros to a multiple of 32.
 enum XForm : int {
     kRows,     // [m, k] in the weight's dtype
@@ -137,6 +145,7 @@ struct Kernels {
 
 
 void pack_panels(const Pack&, long panel_begin, long panel_end);
+void look_up_rows(const Lookup&, long row_begin, long row_end);
 float* thread_scratch(size_t floats);    // 64-byte aligned, kept by the calling thread until it asks for more
 
 }  // namespace octavo

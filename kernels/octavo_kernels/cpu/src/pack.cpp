@@ -5,11 +5,18 @@
 namespace octavo {
 namespace {
 
+// Where value k of a panel's column lies in the panel.
+template <class T>
+long offset_in_panel(long column, long k) {
+    constexpr long kPair = sizeof(T) == 2 ? 2 : 1;             // values of k that lie side by side
+    constexpr long kStep = sizeof(T) == 2 ? kTileK : 1;        // values of k in one tile
+    const long tile = k / kStep * 2 + column / kHalfPanel, lane = column % kHalfPanel;
+    return (tile * (kStep / kPair) + k % kStep / kPair) * kHalfPanel * kPair + lane * kPair + k % kPair;
+}
+
 template <class T>
 void pack(const Pack& a, long p0, long p1) {
     const Weight& w = a.weight;
-    constexpr long kPair = sizeof(T) == 2 ? 2 : 1;             // values of k that lie side by side
-    constexpr long kStep = sizeof(T) == 2 ? kTileK : 1;        // values of k in one tile
     for (long p = p0; p < p1; p++) {
         T* out = static_cast<T*>(a.out) + p * w.panel_elements();
         memset(out, 0, w.panel_elements() * sizeof(T));
@@ -18,15 +25,27 @@ void pack(const Pack& a, long p0, long p1) {
             const long row = w.paired ? p * kHalfPanel + lane : p * kPanel + column;
             if (row >= w.n) continue;
             const T* from = static_cast<const T*>(w.paired && half ? a.second : a.first) + row * w.k;
-            for (long k = 0; k < w.k; k++) {
-                const long tile = k / kStep * 2 + half;
-                out[(tile * (kStep / kPair) + k % kStep / kPair) * kHalfPanel * kPair + lane * kPair + k % kPair] = from[k];
-            }
+            for (long k = 0; k < w.k; k++) out[offset_in_panel<T>(column, k)] = from[k];
         }
     }
 }
 
+template <class T>
+void look_up(const Lookup& a, long i0, long i1) {
+    const Weight& w = a.weight;
+    for (long i = i0; i < i1; i++) {
+        const T* panel = static_cast<const T*>(w.data) + a.rows[i] / kPanel * w.panel_elements();
+        T* out = static_cast<T*>(a.out) + i * a.out_stride;
+        for (long k = 0; k < w.k; k++) out[k] = panel[offset_in_panel<T>(a.rows[i] % kPanel, k)];
+    }
+}
+
 }  // namespace
+
+void look_up_rows(const Lookup& a, long i0, long i1) {
+    if (a.weight.dtype == kFloat32) look_up<float>(a, i0, i1);
+    else look_up<bf16>(a, i0, i1);
+}
 
 void pack_panels(const Pack& a, long p0, long p1) {
     if (a.weight.dtype == kFloat32) pack<float>(a, p0, p1);
