@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from octavo.core.block_hash import BlockHasher
 from octavo.core.kv_cache import KVCache
+from octavo.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, digest
 from octavo.core.kv_layout import KVSpec
 from octavo.core.outputs import EngineRequest
 from octavo.core.plan import NO_BLOCK, Transfer, TransferDone
 from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
+
+
+class CollidingHasher(BlockHasher):
+    """Names of one byte: sequences that differ often have the same."""
+
+    def __init__(self, block_size) -> None:
+        super().__init__("xxhash", block_size)
+        whole = self._hash
+        self._hash = lambda data: bytes([whole(data)[0] % 8])
+
 
 FULL, STATE = KVSpec(), KVSpec("state")
 
@@ -32,7 +45,7 @@ class KVBench:
         self.planned: list[tuple] = []
         self.names = 0
 
-    def sequence(self, tokens, salt=None, adapter=None, **sampling) -> Request:
+    def sequence(self, tokens, salt=None, adapter=None, features=(), **sampling) -> Request:
         self.names += 1
         params = SamplingParams(seed=0, max_tokens=1000, **sampling)
         request = EngineRequest(
@@ -40,6 +53,7 @@ class KVBench:
             prompt_token_ids=tokens,
             sampling=params,
             cache_salt=salt,
+            features=tuple(features),
             adapter=adapter,
         )
         return Request(request, arrival=0.0, max_model_len=10_000, num_groups=len(self.kv.groups))
@@ -47,7 +61,8 @@ class KVBench:
     def truth(self, request, position):
         """What a slot for ``position`` must hold: all that decides its K/V."""
         asked = request.request
-        return (asked.cache_salt, asked.adapter, *request.token_ids[: position + 1])
+        seen = [(f.identifier, f.offset) for f in asked.features if f.offset <= position]
+        return (asked.cache_salt, asked.adapter, *seen, *request.token_ids[: position + 1])
 
     def admit(self, request, upto=None, reserve=0) -> int | None:
         """Tokens found in the cache, or None where it was not admitted."""
@@ -156,3 +171,31 @@ class KVBench:
         request = self.sequence(tokens, **fields)
         self.kv.name_blocks(request)
         return self.kv.find_prefix(request).num_tokens
+
+
+class Replica:
+    """What a router learns: applies events in order, after a trip over the wire."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple, bytes | None] = {}  # (medium, group, name) -> name of the block before
+        self.tokens: dict[bytes, list[int]] = {}
+
+    def apply(self, events) -> None:
+        wire = msgspec.msgpack.encode(events)
+        for event in msgspec.msgpack.decode(wire, type=list[BlockStored | BlockRemoved | AllBlocksCleared]):
+            if isinstance(event, AllBlocksCleared):
+                self.blocks.clear()
+                continue
+            for index, name in enumerate(event.block_hashes):
+                key = (event.medium, event.group_idx, name)
+                if isinstance(event, BlockRemoved):
+                    del self.blocks[key]
+                    continue
+                assert key not in self.blocks, "stored twice"
+                parent = event.block_hashes[index - 1] if index else event.parent_block_hash
+                self.blocks[key] = parent
+                start = index * event.block_size
+                self.tokens[name] = event.token_ids[start : start + event.block_size]
+
+    def digest(self) -> str:
+        return digest(self.blocks)

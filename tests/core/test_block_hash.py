@@ -13,20 +13,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.config import HASH_ALGOS
-from octavo.core.block_hash import BlockHasher
+from octavo.core.block_hash import BlockHasher, block_extras
+from octavo.core.outputs import Feature
 from octavo.errors import ConfigError, InvalidRequest
 
 # Made by a CBOR library (cbor2, canonical=True) and hashlib / xxhash, not by the code under test.
 VECTORS = json.loads(Path(__file__).with_name("block_hash_vectors.json").read_text())
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 algos = st.sampled_from(HASH_ALGOS)
+images = st.lists(st.builds(Feature, st.text(max_size=3), st.integers(0, 40), st.integers(1, 20)), max_size=3)
 
 
 @pytest.mark.parametrize("case", VECTORS["cases"])
 def test_names_equal_the_golden_vectors(case):
     hasher = BlockHasher(case["algo"], case["block_size"])
     assert hasher.root.hex() == VECTORS["roots"][case["algo"]]
-    names = hasher.hash_blocks(case["token_ids"], case["cache_salt"], adapter=case["adapter"])
+    features = [Feature(*feature) for feature in case.get("features", ())]
+    names = hasher.hash_blocks(
+        case["token_ids"], case["cache_salt"], adapter=case["adapter"], features=features
+    )
     assert [name.hex() for name in names] == case["names"]
 
 
@@ -47,15 +52,17 @@ def test_another_process_with_another_hash_seed_agrees(seed):
     st.integers(0, 10),
     st.none() | st.text(max_size=4),
     st.none() | st.text(max_size=4),
+    images,
 )
-def test_hashing_in_parts_equals_hashing_at_once(algo, ids, block_size, cut, salt, adapter):
+def test_hashing_in_parts_equals_hashing_at_once(algo, ids, block_size, cut, salt, adapter, features):
     hasher = BlockHasher(algo, block_size)
-    whole = hasher.hash_blocks(ids, salt, adapter=adapter)
+    keys = {"adapter": adapter, "features": features}
+    whole = hasher.hash_blocks(ids, salt, **keys)
     assert len(whole) == len(ids) // block_size
     head = whole[:cut]
-    rest = ids[len(head) * block_size :]
+    start = len(head) * block_size
     parent = head[-1] if head else None
-    assert head + hasher.hash_blocks(rest, salt, parent, adapter=adapter) == whole
+    assert head + hasher.hash_blocks(ids[start:], salt, parent, start=start, **keys) == whole
 
 
 @given(algos, tokens, tokens, st.integers(1, 9))
@@ -68,13 +75,29 @@ def test_names_are_equal_up_to_the_first_differing_block_and_never_after(algo, o
 
 
 @given(algos, st.text(max_size=6), st.text(max_size=6))
-def test_a_salt_never_equals_an_adapter(algo, salt, adapter):
+def test_a_salt_never_equals_an_adapter_and_neither_a_feature(algo, text, other):
     hasher = BlockHasher(algo, 2)
-    ids = [1, 2, 3, 4]
-    plain, salted = hasher.hash_blocks(ids), hasher.hash_blocks(ids, salt)
-    adapted, both = hasher.hash_blocks(ids, adapter=adapter), hasher.hash_blocks(ids, salt, adapter=adapter)
-    seen = [*plain, *salted, *adapted, *both]
+    ids, image = [1, 2, 3, 4], [Feature(text, 0, 4)]
+    keys = [{}, {"adapter": text}, {"features": image}, {"adapter": text, "features": image}]
+    salts = [None, text] if text == other else [None, text, other]
+    seen = [name for each in keys for salt in salts for name in hasher.hash_blocks(ids, salt, **each)]
     assert len(set(seen)) == len(seen)
+
+
+def test_a_feature_counts_on_the_blocks_that_it_covers_and_by_where_it_begins():
+    hasher, ids = BlockHasher("sha256", 4), list(range(16))
+
+    def names(*features):
+        return hasher.hash_blocks(ids, features=[Feature(*feature) for feature in features])
+
+    plain, image = hasher.hash_blocks(ids), names(("a", 5, 3))
+    assert image[0] == plain[0] and not set(image[1:]) & set(plain)
+    assert not set(image[1:]) & set(names(("b", 5, 3))) and not set(image[1:]) & set(names(("a", 6, 2)))
+    assert names(("a", 5, 3), ("b", 12, 1))[:3] == image[:3] and names(("a", 5, 3), ("b", 16, 9)) == image
+    assert names(("b", 2, 1), ("a", 1, 1)) == names(("a", 1, 1), ("b", 2, 1))
+    extras = [block_extras(start, start + 4, "s", "x", [Feature("a", 3, 6)]) for start in (0, 4, 8, 12)]
+    every = ((1, "x"), (2, (("a", 3),)))
+    assert extras == [(*every, (3, "s")), every, every, every[:1]]
 
 
 def test_shared_tokens_give_whole_blocks_only():

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from octavo.core.block_pool import Block, BlockPool, Content, FreeList
+from octavo.core.block_content import Content
+from octavo.core.block_pool import Block, BlockPool, FreeList
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core.kv_bench import FULL, STATE, KVBench, window
+from core.kv_bench import FULL, STATE, CollidingHasher, KVBench, window
 
 from octavo.core.kv_layout import KVSpec
 from octavo.core.plan import NO_BLOCK
@@ -188,3 +188,23 @@ def test_what_a_faulty_row_held_is_forgotten():
     b = KVBench([FULL, window(4), STATE])
     b.kv.free(b.computed(TEXT[:16], chunk=4), trusted=False)
     assert b.cached(TEXT) == 0 and b.kv.pool.usage == 0
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_an_equal_name_of_something_else_is_a_miss_where_hits_are_verified(verify):
+    hasher = CollidingHasher(4)
+    first = [0] * 8
+    names = hasher.hash_blocks(first)
+    other = next([n] * 4 + [0] * 4 for n in range(1, 99) if hasher.hash_blocks([n] * 4 + [0] * 4) == names)
+    b = KVBench(hasher=hasher, verify=verify)
+    b.kv.free(b.computed(first))
+    assert b.cached([*other, 1]) == (0 if verify else 8), "and without it the wrong blocks would be read"
+    assert (b.kv.collisions > 0) == verify
+    assert b.cached([*first, 1]) == 8
+    if verify:
+        b.kv.free(b.computed(other))
+        assert b.cached([*other, 1]) == 0, "the name is taken"
+        b.kv.pool.forget(b.computed(first).contents[0])
+        b.kv.free(b.computed(other))
+        assert b.cached([*other, 1]) == 4, "the second block of that name follows another first one"
+        assert b.cached([*first, 1]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from core.kv_bench import FULL, STATE, KVBench, window
+from core.kv_bench import FULL, STATE, CollidingHasher, KVBench, Replica, window
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -57,8 +57,9 @@ class KVCacheMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         host=st.sampled_from([0, 3, 20, 20, 100]),
         offload=st.sampled_from([True, True, False]),
+        verify=st.booleans(),
     )
-    def start(self, groups, num_blocks, block_size, max_chunk, caching, host, offload):
+    def start(self, groups, num_blocks, block_size, max_chunk, caching, host, offload, verify):
         self.b = KVBench(
             groups,
             num_blocks,
@@ -67,7 +68,11 @@ class KVCacheMachine(RuleBasedStateMachine):
             caching=caching,
             num_host_blocks=host,
             offload=offload,
+            verify=verify,
+            events=True,
+            hasher=CollidingHasher(block_size) if verify else None,  # which only verifying makes up for
         )
+        self.replica = Replica()
         self.kv, self.chunk = self.b.kv, max_chunk
         self.waiting: list = []
         self.running: list = []
@@ -273,6 +278,14 @@ class KVCacheMachine(RuleBasedStateMachine):
             assert tier.num_free == tier.num_blocks - len(count)
         assert pool.usage == len(held) / pool.num_blocks
         assert not any(table for request in self.waiting for table in request.block_tables)
+
+    @invariant()
+    def who_applies_all_events_knows_what_can_be_found(self):
+        self.replica.apply(self.kv.take_events())
+        snapshot = self.kv.snapshot()
+        found = {(b.medium, b.group_idx, b.name): b.parent for b in snapshot.blocks}
+        assert self.replica.blocks == found and len(found) == len(snapshot.blocks)
+        assert self.replica.digest() == snapshot.digest
 
     @invariant()
     def a_sequence_holds_what_it_looks_back_to_and_at_most_what_blocks_needed_says(self):

@@ -8,8 +8,11 @@ The name of a full block is ``H(encoding)``; the encoding is deterministic CBOR 
     tokens   tag 70 (RFC 8746: little-endian uint32 array) over a byte string of 4 x block_size bytes
     extras   array of [tag, value] pairs in rising order of tag, so that no adapter's name equals a salt
              1  adapter name, text string, on every block
+             2  positioned features (images), on the blocks that they cover: array of [identifier, offset],
+                text string and unsigned integer, in the order of their offsets. The offset is that of the
+                feature's first token in the sequence, so it is the same on all of its blocks
              3  cache salt, text string, on the first block only (the chain carries it on)
-             2 and 4 are kept for positioned multimodal identifiers and hashes of prompt embeddings
+             4  is kept for hashes of prompt embeddings
 
 All four algorithms hash this one encoding: ``sha256`` and ``sha256_cbor`` are SHA-256 (32 bytes); ``xxhash``
 and ``xxhash_cbor`` are XXH3-128 in canonical big-endian form (16 bytes). Both names exist because other
@@ -22,15 +25,18 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import xxhash
 
+from octavo.core.outputs import Feature
 from octavo.errors import ConfigError, InvalidRequest
 
 _ROOT_TEXT = b"octavo kv root 1"
-_ADAPTER_TAG = 1
-_SALT_TAG = 3
-_BYTES, _TEXT, _ARRAY = 2, 3, 4  # CBOR major types
+ADAPTER_TAG, FEATURES_TAG, SALT_TAG = 1, 2, 3
+_NUMBER, _BYTES, _TEXT, _ARRAY = 0, 2, 3, 4  # CBOR major types
+
+Extras = tuple[tuple[int, Any], ...]  # of one block: tag, and a text or (identifier, offset) pairs
 
 
 def _sha256(data: bytes) -> bytes:
@@ -59,15 +65,45 @@ def _head(major: int, length: int) -> bytes:
     raise InvalidRequest(f"a cache key of {length} bytes is too long: at most {(1 << 32) - 1}")
 
 
-def _extras(pairs: Sequence[tuple[int, str]]) -> bytes:
-    out = [_head(_ARRAY, len(pairs))]
-    for tag, text in pairs:
-        try:
-            value = text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"the cache key {text!r} is not valid Unicode text") from error
-        out += [_head(_ARRAY, 2), bytes([tag]), _head(_TEXT, len(value)), value]
+def _text(text: str) -> bytes:
+    try:
+        value = text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the cache key {text!r} is not valid Unicode text") from error
+    return _head(_TEXT, len(value)) + value
+
+
+def _encoded(extras: Extras) -> bytes:
+    out = [_head(_ARRAY, len(extras))]
+    for tag, value in extras:
+        out += [_head(_ARRAY, 2), bytes([tag])]
+        if isinstance(value, str):
+            out.append(_text(value))
+            continue
+        out.append(_head(_ARRAY, len(value)))
+        for identifier, offset in value:
+            out += [_head(_ARRAY, 2), _text(identifier), _head(_NUMBER, offset)]
     return b"".join(out)
+
+
+def block_extras(
+    start: int,
+    end: int,
+    cache_salt: str | None = None,
+    adapter: str | None = None,
+    features: Sequence[Feature] = (),
+) -> Extras:
+    """What beside its tokens decides what the block of positions ``start`` .. ``end - 1`` holds."""
+    pairs: list[tuple[int, Any]] = []
+    if adapter is not None:
+        pairs.append((ADAPTER_TAG, adapter))
+    covering = [f for f in features if f.offset < end and f.offset + f.length > start]
+    if covering:
+        covering.sort(key=lambda feature: (feature.offset, feature.identifier))
+        pairs.append((FEATURES_TAG, tuple((f.identifier, f.offset) for f in covering)))
+    if cache_salt is not None and start == 0:
+        pairs.append((SALT_TAG, cache_salt))
+    return tuple(pairs)
 
 
 class BlockHasher:
@@ -93,12 +129,14 @@ class BlockHasher:
         start_parent: bytes | None = None,
         *,
         adapter: str | None = None,
+        features: Sequence[Feature] = (),
+        start: int = 0,
     ) -> list[bytes]:
         """The names of the full blocks of ``token_ids``, in order; a part of a block at the end has none.
 
-        ``start_parent`` is the name of the block before ``token_ids``, which then go on in the middle of a
-        sequence (the salt is already in the chain and is not hashed again). Token ids are 0 .. 2^32 - 1, else
-        ``InvalidRequest``.
+        ``start_parent`` is the name of the block before ``token_ids``, which then go on at position ``start``
+        of a sequence (the salt is already in the chain and is not hashed again). Token ids are 0 .. 2^32 - 1,
+        else ``InvalidRequest``.
         """
         width = 4 * self.block_size
         count = len(token_ids) // self.block_size
@@ -108,17 +146,17 @@ class BlockHasher:
         except struct.error as error:
             wrong = next(t for t in token_ids if not isinstance(t, int) or not 0 <= t < 1 << 32)
             raise InvalidRequest(f"token id {wrong!r} is out of range: 0 to {(1 << 32) - 1}") from error
-        every = [] if adapter is None else [(_ADAPTER_TAG, adapter)]
-        later = _extras(every)
-        first = start_parent is None
-        extras = _extras([*every, (_SALT_TAG, cache_salt)]) if first and cache_salt is not None else later
+        salt = cache_salt if start_parent is None else None
+        plain = _encoded(((ADAPTER_TAG, adapter),) if adapter is not None else ())
         digest, before_parent, before_tokens = self._hash, self._before_parent, self._before_tokens
         parent = self.root if start_parent is None else start_parent
         names: list[bytes] = []
-        for start in range(0, count * width, width):
-            parent = digest(
-                b"".join((before_parent, parent, before_tokens, packed[start : start + width], extras))
-            )
+        for at in range(0, count * width, width):
+            extras = plain
+            if features or (at == 0 and salt is not None):
+                first = start + at // 4
+                last = first + self.block_size
+                extras = _encoded(block_extras(first, last, salt, adapter, features))
+            parent = digest(b"".join((before_parent, parent, before_tokens, packed[at : at + width], extras)))
             names.append(parent)
-            extras = later
         return names

@@ -8,20 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from octavo.core.block_content import Content
+from octavo.core.kv_events import EventLog
 from octavo.core.plan import NO_BLOCK
-
-
-class Content:
-    """What a full block holds, under its ``name`` (a chained hash); ``before`` is the block before it.
-
-    A plain class: the interpreter takes a long chain of these apart without recursion.
-    """
-
-    __slots__ = ("before", "name")
-
-    def __init__(self, name: bytes, before: Content | None) -> None:
-        self.name = name
-        self.before = before
 
 
 class Block:
@@ -92,15 +81,31 @@ class FreeList:
 
 
 class BlockPool:
-    """``num_blocks`` equal blocks with reference counts, shared by all KV groups."""
+    """``num_blocks`` equal blocks with reference counts, shared by all KV groups.
 
-    def __init__(self, num_blocks: int, num_groups: int = 1, *, host: bool = False) -> None:
+    With ``verify`` a block is found only where all that its name stands for is equal; ``collisions`` counts
+    look-ups of a name that stood for something else. ``log`` is told what becomes findable, and what ceases
+    to be.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_groups: int = 1,
+        *,
+        host: bool = False,
+        verify: bool = False,
+        log: EventLog | None = None,
+    ) -> None:
         self.blocks = [Block(block_id, host) for block_id in range(num_blocks)]
         self._free = FreeList()
         for block in self.blocks:
             self._free.append(block)
         self._named: list[dict[bytes, Block]] = [{} for _ in range(num_groups)]
         self._num_cached = 0
+        self._verify = verify
+        self._log = log
+        self.collisions = 0
 
     @property
     def num_blocks(self) -> int:
@@ -138,7 +143,25 @@ class BlockPool:
 
     def find(self, group: int, content: Content) -> Block | None:
         """The block that holds this, active or cached."""
-        return self._named[group].get(content.name)
+        block = self._named[group].get(content.name)
+        if block is None or not self._verify:
+            return block
+        assert block.content is not None
+        if block.content.equals(content):
+            return block
+        self.collisions += 1
+        return None
+
+    def is_taken(self, group: int, name: bytes) -> bool:
+        """Whether some block has this name."""
+        return name in self._named[group]
+
+    def contents(self) -> Iterator[tuple[int, Content]]:
+        """All that can be found: group and content."""
+        for group, named in enumerate(self._named):
+            for block in named.values():
+                assert block.content is not None
+                yield group, block.content
 
     def touch(self, block: Block) -> None:
         """Hold a block that was found: one more reference, off the free list."""
@@ -170,11 +193,13 @@ class BlockPool:
         if block.content is None and content.name not in self._named[group]:
             block.content, block.group = content, group
             self._named[group][content.name] = block
+            if self._log is not None:
+                self._log.stored(content, group, host=block.host)
 
     def forget(self, content: Content) -> None:
         """Make this unfindable, in all groups: what the blocks hold is not to be trusted."""
-        for group in range(len(self._named)):
-            block = self.find(group, content)
+        for named in self._named:
+            block = named.get(content.name)
             if block is None:
                 continue
             self._unname(block)
@@ -184,7 +209,7 @@ class BlockPool:
                 self._free.prepend(block)
 
     def reset_names(self) -> None:
-        """Empty the prefix cache. Active blocks stay with their owners but are found no more."""
+        """Empty the prefix cache; the log is not told. Active blocks stay with their owners, unfindable."""
         for named in self._named:
             for block in named.values():
                 block.content = None
@@ -194,6 +219,8 @@ class BlockPool:
     def _unname(self, block: Block) -> None:
         assert block.content is not None
         del self._named[block.group][block.content.name]
+        if self._log is not None:
+            self._log.removed(block.content, block.group, host=block.host)
         block.content = None
 
 

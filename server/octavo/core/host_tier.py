@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from octavo.core.block_pool import Block, BlockPool, Content, tail_first
+from octavo.core.block_content import Content
+from octavo.core.block_pool import Block, BlockPool, tail_first
 from octavo.core.plan import NO_BLOCK, Transfer, TransferDone
 from octavo.core.request import Request
 
@@ -133,7 +134,9 @@ class HostTier:
     def _is_lacking(self, block: Block) -> bool:
         """Whether a block is only cached, and not here."""
         content = block.content
-        return block.ref_count == 0 and content is not None and not self.pool.find(block.group, content)
+        return (
+            block.ref_count == 0 and content is not None and not self.pool.is_taken(block.group, content.name)
+        )
 
     def _save_cached(self) -> None:
         moves: list[Move] = []

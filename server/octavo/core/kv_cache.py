@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from octavo.core.block_content import Content, name_blocks
 from octavo.core.block_hash import BlockHasher
-from octavo.core.block_pool import Block, BlockPool, Content, tail_first
+from octavo.core.block_pool import Block, BlockPool, tail_first
 from octavo.core.host_tier import HostTier, Move
+from octavo.core.kv_events import EventLog, KVEvent, KVSnapshot, snapshot
 from octavo.core.kv_layout import KVSpec, blocks_needed
 from octavo.core.kv_prefix import NO_HIT, PrefixHit, PrefixSearch
 from octavo.core.plan import NO_BLOCK, Transfer, TransferDone
@@ -19,6 +21,7 @@ class KVCache:
 
     ``hasher`` is None where the prefix cache is off. ``max_chunk`` is the most tokens one step computes of a
     sequence. The host tier has ``num_host_blocks``; with ``offload`` cached blocks are saved there.
+    ``verify`` compares contents on a hit, ``events`` records what becomes findable and what ceases to be.
 
     A sequence writes only into blocks that it alone holds and that have no name; ``grow`` and ``admit``
     replace others, and ``take_copies`` tells what has to be copied before the step is run. A block table only
@@ -35,6 +38,8 @@ class KVCache:
         max_chunk: int = 2048,
         num_host_blocks: int = 0,
         offload: bool = False,
+        verify: bool = False,
+        events: bool = False,
     ) -> None:
         if num_blocks < 1 or not groups:
             raise ConfigError(
@@ -42,8 +47,11 @@ class KVCache:
             )
         self.block_size = block_size
         self.groups = tuple(groups)
-        self.pool = BlockPool(num_blocks, len(groups))
-        self.host = HostTier(self.pool, BlockPool(num_host_blocks, len(groups), host=True), offload=offload)
+        self._log = EventLog(block_size) if events else None
+        self._keeps_contents = verify or events
+        self.pool = BlockPool(num_blocks, len(groups), verify=verify, log=self._log)
+        host = BlockPool(num_host_blocks, len(groups), host=True, verify=verify, log=self._log)
+        self.host = HostTier(self.pool, host, offload=offload)
         self.host_hit_tokens = 0
         self._search = PrefixSearch(self.groups, block_size, self.pool, self.host.pool)
         self._hasher = hasher
@@ -65,22 +73,9 @@ class KVCache:
 
     def name_blocks(self, request: Request) -> None:
         """Bring ``request.contents`` up to its tokens."""
-        if self._hasher is None:
-            return
-        contents = request.contents
-        done = len(contents) * self.block_size
-        if len(request.token_ids) - done < self.block_size:
-            return
-        last = contents[-1] if contents else None
-        names = self._hasher.hash_blocks(
-            request.token_ids[done:],
-            request.request.cache_salt,
-            last.name if last else None,
-            adapter=request.request.adapter,
-        )
-        for name in names:
-            last = Content(name, last)
-            contents.append(last)
+        if self._hasher is not None:
+            contents, asked = request.contents, request.request
+            name_blocks(contents, request.token_ids, asked, self._hasher, keep=self._keeps_contents)
 
     def find_prefix(self, request: Request) -> PrefixHit:
         """The longest cached prefix, in whole blocks, that leaves at least the last token to compute.
@@ -124,6 +119,21 @@ class KVCache:
         self.pool.reset_names()
         self.host.pool.reset_names()
         self.host.forget()
+        if self._log is not None:
+            self._log.cleared()
+
+    @property
+    def collisions(self) -> int:
+        """Look-ups that found something else under an equal name, and so nothing (only with ``verify``)."""
+        return self.pool.collisions + self.host.pool.collisions
+
+    def take_events(self) -> list[KVEvent]:
+        """What became findable and ceased to be since the last call; nothing without ``events``."""
+        return self._log.take() if self._log is not None else []
+
+    def snapshot(self) -> KVSnapshot:
+        """All that can be found now, as one holds who applied all events, those not taken yet too."""
+        return snapshot(self.block_size, self.pool.contents(), self.host.pool.contents())
 
     # Sequences
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from octavo.core.block_pool import Block, BlockPool, Content
+from octavo.core.block_content import Content
+from octavo.core.block_pool import Block, BlockPool
 from octavo.core.kv_layout import KVSpec
 
 

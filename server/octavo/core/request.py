@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.core.block_pool import Content
+from octavo.core.block_content import Content
 from octavo.core.outputs import EngineRequest, FinishReason, RequestTimes
 from octavo.core.plan import LogitRules
 from octavo.errors import ContextLengthExceeded, InvalidRequest
