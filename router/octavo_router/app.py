@@ -21,8 +21,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from octavo.api_keys import ApiKeys
 from octavo.errors import ModelNotFound, OctavoError
-from octavo_router.auth import ApiKeys
 from octavo_router.cost import Policy
 from octavo_router.engine import Engine
 from octavo_router.envelope import NoRoute, Unauthorized, WrongMethod, error_body, error_headers

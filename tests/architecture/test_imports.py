@@ -14,7 +14,15 @@ TOPS = ("kernels", "server", "router", "operator")
 HEAVY = {"torch", "transformers", "numpy", "safetensors", "triton"}  # hundreds of megabytes, or need them
 
 # What the router and operator image holds.
-LIGHT = ("octavo.core", "octavo.prompt", "octavo.config", "octavo.fetch", "octavo_router", "octavo_operator")
+LIGHT = (
+    "octavo.core",
+    "octavo.prompt",
+    "octavo.config",
+    "octavo.fetch",
+    "octavo.api_keys",
+    "octavo_router",
+    "octavo_operator",
+)
 
 # Room -> rooms of ours that it may import. A module of `octavo` outside a room (octavo.config) is its own.
 BASE = {"octavo", "octavo.errors", "octavo.config"}
@@ -29,6 +37,7 @@ MAY_IMPORT = {
     "octavo_kernels": KERNELS,
     "octavo.errors": set(),
     "octavo.config": {"octavo.errors"},
+    "octavo.api_keys": {"octavo.errors"},
     "octavo.fetch": {"octavo.config", "octavo.errors"},
     "octavo.gguf_file": {"octavo.errors"},
     "octavo.core": CORE,
@@ -39,11 +48,11 @@ MAY_IMPORT = {
     "octavo.worker": WORKER | {"octavo.engine.executor"},  # the Protocol that it fulfils
     "octavo.engine": ENGINE,
     "octavo.llm": ENGINE | {"octavo.llm"},
-    "octavo.api": ENGINE | {"octavo.api"},
+    "octavo.api": ENGINE | {"octavo.api", "octavo.api_keys"},
     "octavo.simulate": CORE | {"octavo.simulate"},
     "octavo.cli": {"octavo", "octavo.errors"},
     "octavo": {"octavo.core", "octavo.llm"},
-    "octavo_router": PROMPT | {"octavo_router"},
+    "octavo_router": PROMPT | {"octavo_router", "octavo.api_keys"},
     "octavo_operator": {"octavo.errors", "octavo.config", "octavo_operator"},
 }
 

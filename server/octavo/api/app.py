@@ -12,12 +12,12 @@ from starlette.types import ASGIApp
 from octavo import __version__
 from octavo.api.edge import OPEN_PATHS, Edge
 from octavo.api.errors import on_fault, on_http_exception, on_octavo_error
-from octavo.api.keys import KeySet
 from octavo.api.openai_routes import openai_routes
 from octavo.api.private_routes import private_routes
 from octavo.api.probes import probe_routes
 from octavo.api.service import Service
 from octavo.api.tokenize_routes import tokenize_routes
+from octavo.api_keys import ApiKeys
 from octavo.errors import OctavoError
 
 PRIVATE_KEY_ENV = "OCTAVO_PRIVATE_KEY"  # what the router and the operator send to the private port
@@ -28,14 +28,14 @@ def public_app(service: Service) -> ASGIApp:
     app = _app()
     for routes in (probe_routes, openai_routes, tokenize_routes):
         app.include_router(routes(service))
-    return Edge(app, service, KeySet(service.config.api_key, service.config.api_key_dir), OPEN_PATHS)
+    return Edge(app, service, ApiKeys(service.config.api_key, service.config.api_key_dir), OPEN_PATHS)
 
 
 def private_app(service: Service, drain: Callable[[], None]) -> ASGIApp:
     app = _app()
     app.include_router(private_routes(service, drain))
-    key = os.environ.get(PRIVATE_KEY_ENV, "")
-    return Edge(app, service, KeySet((key,)), frozenset())
+    key = os.environ.get(PRIVATE_KEY_ENV)
+    return Edge(app, service, ApiKeys((key,) if key else ()), frozenset())
 
 
 def _app() -> FastAPI:

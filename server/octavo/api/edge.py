@@ -13,8 +13,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.api.errors import InternalFault, Unauthorized, error_response
-from octavo.api.keys import KeySet
 from octavo.api.service import Service
+from octavo.api_keys import ApiKeys
 
 OPEN_PATHS = frozenset(["/health", "/live", "/ready", "/startup", "/ping", "/metrics"])
 _MAX_REQUEST_ID = 128  # characters of a client's X-Request-Id that are echoed
@@ -27,7 +27,7 @@ class Edge:
     be.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, keys: KeySet, open_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, service: Service, keys: ApiKeys, open_paths: frozenset[str]) -> None:
         self._app = app
         self._service = service
         self._keys = keys
@@ -53,11 +53,10 @@ class Edge:
             await send(message)
 
         try:
-            if scope["path"] not in self._open and self._keys.required:
-                sent = headers.get(b"authorization", b"").decode("latin-1")
-                if not self._keys.allows(sent):
-                    why = "the API key is not known" if sent else "an API key is needed"
-                    raise Unauthorized(f"{why}: send the header Authorization: Bearer KEY")
+            sent = headers.get(b"authorization", b"").decode("latin-1")
+            if scope["path"] not in self._open and not self._keys.allows(sent):
+                why = "the API key is not known" if sent else "an API key is needed"
+                raise Unauthorized(f"{why}: send the header Authorization: Bearer KEY")
             await self._app(scope, receive, answer)
         except Unauthorized as error:
             await error_response(error)(scope, receive, answer)

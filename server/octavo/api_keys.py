@@ -1,4 +1,6 @@
-"""API keys of clients: given as flags, or files of a mounted Secret that are read again when they change."""
+"""API keys of clients, for engine and router: given as flags, or files of a mounted Secret that are read
+again when they change.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from pathlib import Path
 
 from octavo.errors import ConfigError
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0  # how often the folder is looked at, at most
 
@@ -19,17 +21,17 @@ CHECK_INTERVAL_S = 1.0  # how often the folder is looked at, at most
 class ApiKeys:
     """The keys clients may send. Without any, every request is let in."""
 
-    def __init__(self, keys: Sequence[str] = (), folder: Path | None = None) -> None:
+    def __init__(self, keys: Sequence[str] = (), folder: str | Path | None = None) -> None:
         """Raises ``ConfigError`` for an empty key, or a folder that cannot be read."""
         if any(not key.strip() for key in keys):
             raise ConfigError("api-key is empty: give the key, or leave the flag out")
         self._fixed = [_digest(key.strip()) for key in keys]
-        self._folder = folder
+        self._folder = None if folder is None else Path(folder)
         self._from_folder: list[bytes] = []
         self._stamp: object = None
         self._checked_at = 0.0
-        if folder is not None:
-            if not folder.is_dir():
+        if self._folder is not None:
+            if not self._folder.is_dir():
                 raise ConfigError(f"api-key-dir {folder} is not a folder")
             self._reload()
 
@@ -60,11 +62,11 @@ class ApiKeys:
                 return
             keys = [f.read_text("utf-8").strip() for f in files]
         except (OSError, UnicodeDecodeError) as error:
-            log.warning("API keys in %s cannot be read, the last ones stay: %s", self._folder, error)
+            _log.warning("API keys in %s cannot be read, the last ones stay: %s", self._folder, error)
             return
         self._stamp = stamp
         self._from_folder = [_digest(key) for key in keys if key]
-        log.info("%d API keys read from %s", len(self._from_folder), self._folder)
+        _log.info("%d API keys read from %s", len(self._from_folder), self._folder)
 
 
 def _digest(key: str) -> bytes:
