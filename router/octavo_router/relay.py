@@ -23,6 +23,7 @@ _REPLACED = frozenset((b"host", b"content-length", b"expect", b"x-request-id"))
 # An answer that is not a stream and not larger is taken in whole before a byte of it is passed on, so that an
 # engine that dies while it writes can still be replaced.
 WHOLE_ANSWER_BYTES = 2**20
+CACHED_COMMENT = b": cached_tokens "  # of server-sent events, with a number; clients skip comments
 # The end of a stream in which its usage is looked for.
 _TAIL_BYTES = 8192
 # How long a request waits for a silent engine when there is no other.
@@ -75,9 +76,11 @@ class Answer:
 
 
 def request_headers(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> list[tuple[str, str]]:
-    """What goes on to the engine: all but hop-by-hop headers, with the request's id."""
+    """What goes on to the engine: all but hop-by-hop headers, with the request's id. ``x-octavo-router`` asks
+    it to end every stream with ``CACHED_COMMENT``.
+    """
     kept = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in end_to_end(headers) if n not in _REPLACED]
-    return [*kept, ("x-request-id", request_id)]
+    return [*kept, ("x-request-id", request_id), ("x-octavo-router", "1")]
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -211,8 +214,10 @@ class Tail:
         return not self._bytes or self._bytes.endswith((b"\n\n", b"\r\n\r\n"))
 
     def cached_tokens(self) -> int | None:
-        """``usage.prompt_tokens_details.cached_tokens`` of the last event that has a usage."""
+        """What the engine found in its cache: its comment at the end of a stream, else a usage says it."""
         for event in reversed(self._bytes.split(b"\n\n")):
+            if event.startswith(CACHED_COMMENT) and (count := event[len(CACHED_COMMENT) :]).isdigit():
+                return int(count)
             if event.startswith(b"data: {") and b'"usage"' in event:
                 return cached_tokens(event[len(b"data: ") :])
         return None

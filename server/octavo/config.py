@@ -354,7 +354,4 @@ def engine_config(model: str, args: Sequence[str] | Mapping[str, Any] = ()) -> E
         return EngineConfig(model=model, **args)
     parser = CommandParser(prog="octavo serve", add_help=False)
     add_engine_flags(parser)
-    values, others = parser.parse_known_args(list(args))
-    if others:
-        raise ConfigError(f"unknown engine flag {others[0]!r}: `octavo serve --help` lists what is allowed")
-    return EngineConfig(model=model, **vars(values))
+    return EngineConfig(model=model, **vars(parser.parse_args(list(args))))

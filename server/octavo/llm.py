@@ -95,6 +95,11 @@ class LLM:
         ``params`` is one for all or one for each; without, the model's own defaults. Raises
         ``InvalidRequest`` before anything runs.
         """
+        if not isinstance(prompts, (Sequence, Mapping)):
+            raise InvalidRequest(
+                f"prompts is {prompts!r:.100}: give a text, token ids, a dict, or a list of those",
+                param="prompt",
+            )
         alone = isinstance(prompts, (str, Mapping)) or (bool(prompts) and isinstance(prompts[0], int))
         each: Sequence[Any] = [prompts] if alone else list(prompts)
         texts = [self._prompt(prompt, index) for index, prompt in enumerate(each)]

@@ -178,6 +178,8 @@ def test_a_grammar_that_the_engine_refuses_is_a_bad_request(fast: Any) -> None:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 5}, "logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
+        ({"max_tokens": 10**6}, "max_tokens"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"add_generation_prompt": "no"}, "add_generation_prompt"),
         ({"model": None}, "model"),

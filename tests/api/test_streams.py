@@ -65,6 +65,17 @@ def test_usage_comes_last_when_asked_for(fast: Any) -> None:
     assert all(chunk["choices"] for chunk in events_of(fast.post("/v1/completions", body).text))
 
 
+def test_a_router_is_told_the_cached_tokens_in_a_comment_and_nobody_else_is(fast: Any) -> None:
+    body = {"model": "tiny", "prompt": [7] * 100, "max_tokens": 2, "stream": True}
+    fast.post("/v1/completions", body)
+    answer = fast.post("/v1/completions", body, headers={"X-Octavo-Router": "1"}).text
+    assert answer.endswith("\n\n: cached_tokens 96\n\ndata: [DONE]\n\n")
+    assert ": cached" not in fast.post("/v1/completions", body).text
+    client = fast.client(default_headers={"X-Octavo-Router": "1"})
+    chunks = list(client.completions.create(model="tiny", prompt="hello", max_tokens=2, stream=True))
+    assert chunks[-1].choices[0].finish_reason, "openai-python passes over it"
+
+
 def test_each_event_is_whole_utf8(fast: Any) -> None:
     body = {**LONG, "stream": True, "temperature": 0, "max_tokens": 300}
     with fast.http.stream("POST", fast.url + "/v1/completions", json=body) as answer:

@@ -169,6 +169,11 @@ def test_what_it_says_of_its_cache_is_what_a_router_needs(core):
     }
 
 
+def test_without_a_prefix_cache_it_publishes_no_hash_scheme(core):
+    kv = core(enable_prefix_caching=False).kv
+    assert kv["hash"] is None and kv["root"] is None and kv["block_size"] == 16
+
+
 def test_a_kv_rule_that_the_scheduler_has_not_is_refused(core):
     with pytest.raises(ConfigError, match="'state'"):
         core(Executor(kinds=("full", "state")))

@@ -195,6 +195,8 @@ def test_what_cannot_be_served_is_refused_by_place_before_anything_runs(llm):
         llm.generate([{"text": "x"}], GREEDY)
     with pytest.raises(InvalidRequest, match=r"prompts\[1\]: 2 prompts in the place of one"):
         llm.generate(["a", ["b", "c"]], GREEDY)
+    with pytest.raises(InvalidRequest, match="prompts is None: give a text"):
+        llm.generate(None, GREEDY)
     with pytest.raises(InvalidRequest, match="1 sampling params for 2 prompts"):
         llm.generate(["a", "b"], [GREEDY])
     assert llm.stats().steps == steps and llm.generate([], GREEDY) == []

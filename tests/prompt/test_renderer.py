@@ -209,7 +209,7 @@ def test_a_hugging_face_folder_gives_tokenizer_template_and_defaults(model_folde
     config = EngineConfig(model="m", default_chat_template_kwargs={"a": 1})
     assets = load_assets(model_folder, config)
     assert assets.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
-    assert (assets.eos_token_ids, assets.vocab_size) == ([1, 7], 512)
+    assert assets.vocab_size == 512
     assert assets.generation_config["temperature"] == 0.6
     assert assets.default_chat_template_kwargs == {"a": 1}
     renderer = PromptRenderer(assets)

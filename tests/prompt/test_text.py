@@ -135,6 +135,6 @@ def test_the_token_that_ended_the_sequence_is_no_text(smollm2: Any) -> None:
     assert stream(smollm2).push(ids, "stop", ids[-1]).text == "one"
     assert stream(smollm2).push(ids, "length").text == "one two"
     assert stream(smollm2, include_stop_str_in_output=True).push(ids, "stop", ids[-1]).text == "one two"
-    end = [*ids, smollm2.assets.eos_token_ids[0]]
+    end = [*ids, *smollm2.encode("<|im_end|>")]
     assert stream(smollm2, skip_special_tokens=False).push(end, "stop").text == "one two"
     assert stream(smollm2, skip_special_tokens=False).push(end, "length").text == "one two<|im_end|>"

@@ -234,6 +234,8 @@ class FakeEngine:
             await asyncio.sleep(self.token_s)
         if (body.get("stream_options") or {}).get("include_usage"):
             await response.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode())
+        if "x-octavo-router" in request.headers:
+            await response.write(f": cached_tokens {cached}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
 

@@ -191,16 +191,20 @@ class Generation:
         ended = (delta.finish_reason, delta.stop_reason)
         return [Delta(choice, delta.text, counted, logprobs, *ended) for choice in sequence.choices]
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the cache held."""
+        return sum(one.cached_tokens for one in self._sequences.values() if not one.request.sample_index)
+
     def usage(self) -> dict[str, Any]:
         """OpenAI's ``usage``; a prompt counts once, however many samples it has."""
         prompt_tokens = sum(map(len, self.prompts))
         completion = sum(one.num_tokens * len(one.choices) for one in self._sequences.values())
-        cached = sum(one.cached_tokens for one in self._sequences.values() if not one.request.sample_index)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": prompt_tokens + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
 

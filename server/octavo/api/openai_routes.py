@@ -18,6 +18,7 @@ from octavo.api.probes import json_response
 from octavo.api.requests import ParsedRequest, parse_request
 from octavo.api.service import Service
 from octavo.api.sse import ClientGone, EventStream, event, unless_gone
+from octavo.errors import InvalidRequest
 
 Answer = ChatAnswer | CompletionAnswer
 CLIENT_CLOSED = 499  # nginx's status for a client that left; nobody reads it
@@ -71,8 +72,13 @@ async def _complete(
     try:
         if parsed.stream:
             await unless_gone(request, generation.start(answer_first=True))
-            return EventStream(_events(generation, answer, parsed.include_usage), generation.close)
+            for_router = "x-octavo-router" in request.headers
+            events = _events(generation, answer, parsed.include_usage, for_router)
+            return EventStream(events, generation.close)
         return json_response(await unless_gone(request, _whole(generation, answer)))
+    except InvalidRequest as error:
+        await generation.close()
+        raise parsed.as_asked(error) from error
     except ClientGone:
         await generation.close()
         return Response(status_code=CLIENT_CLOSED)
@@ -89,8 +95,13 @@ async def _whole(generation: Generation, answer: Answer) -> dict[str, Any]:
         return answer.whole(generation.usage(), generation.prompt_logprobs)
 
 
-async def _events(generation: Generation, answer: Answer, include_usage: bool) -> AsyncGenerator[bytes, None]:
-    """The first chunks at once, then one for each step that shows something, usage if asked for."""
+async def _events(
+    generation: Generation, answer: Answer, include_usage: bool, for_router: bool
+) -> AsyncGenerator[bytes, None]:
+    """The first chunks at once, then one for each step that shows something, usage if asked for.
+
+    A router is told in a comment how many tokens the cache held: it learns from that, and clients skip it.
+    """
     async with _owned(generation):
         for chunk in answer.first_chunks():
             yield event(chunk)
@@ -99,6 +110,8 @@ async def _events(generation: Generation, answer: Answer, include_usage: bool) -
                 yield event(shown)
         if include_usage:
             yield event(answer.usage_chunk(generation.usage()))
+        if for_router:
+            yield b": cached_tokens %d\n\n" % generation.cached_tokens
 
 
 @contextlib.asynccontextmanager

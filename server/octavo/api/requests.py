@@ -112,6 +112,13 @@ class ParsedRequest:
             )
         return inner.flag("include_usage", False)
 
+    def as_asked(self, error: InvalidRequest) -> InvalidRequest:
+        """What the engine says of ``max_tokens``, said of the field that the client sent."""
+        name = "max_completion_tokens"
+        if error.param != "max_tokens" or not self.chat or self.fields.body.get(name) is None:
+            return error
+        return type(error)(error.message.replace("max_tokens", name), param=name, code=error.code)
+
     def generation(self) -> Generation:
         config = self.service.config
         return Generation(

@@ -192,10 +192,7 @@ def parse_args(argv: Sequence[str]) -> EngineConfig:
     parser = CommandParser(prog="octavo serve", description="Serve a model over the OpenAI API.")
     parser.add_argument("model", metavar="MODEL", help="a path, or a file://, package:// or hf:// address")
     add_engine_flags(parser)
-    values, unknown = parser.parse_known_args(list(argv))
-    if unknown:
-        raise ConfigError(f"unknown argument {unknown[0]!r}: `octavo serve --help` lists what is allowed")
-    return EngineConfig(**vars(values))
+    return EngineConfig(**vars(parser.parse_args(list(argv))))
 
 
 def main(argv: Sequence[str]) -> int:

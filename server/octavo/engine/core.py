@@ -94,11 +94,11 @@ class EngineCore:
 
     @property
     def kv(self) -> dict[str, Any]:
-        """The ``kv`` object of ``/server_info``."""
-        hasher = self._scheduler.hasher
+        """The ``kv`` object of ``/server_info``; without a prefix cache there is no hash scheme."""
+        hasher, caching = self._scheduler.hasher, self._scheduler.settings.enable_prefix_caching
         return {
-            "hash": hasher.algo,
-            "root": hasher.root.hex(),
+            "hash": hasher.algo if caching else None,
+            "root": hasher.root.hex() if caching else None,
             "block_size": hasher.block_size,
             "num_blocks": self.info.num_blocks,
             **self.info.kv,

@@ -35,7 +35,6 @@ class PromptAssets(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     chat_template: str | None = None
     special_tokens: dict[str, str] = {}
-    eos_token_ids: list[int] = []
     default_chat_template_kwargs: dict[str, Any] = {}
     generation_config: dict[str, Any] = {}
     format: int = _FORMAT
@@ -94,13 +93,11 @@ def _from_gguf(path: Path, kwargs: dict[str, Any]) -> PromptAssets:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     named = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in ids.items()}
-    ends = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     return PromptAssets(
         tokenizer_json=text,
         vocab_size=len(tokens),
         chat_template=metadata.get("tokenizer.chat_template"),
         special_tokens={name: tokens[index] for name, index in named.items() if index is not None},
-        eos_token_ids=list(dict.fromkeys(index for index in ends if index is not None)),
         default_chat_template_kwargs=kwargs,
     )
 
@@ -114,15 +111,11 @@ def _from_folder(path: Path, kwargs: dict[str, Any]) -> PromptAssets:
     tokenizer = _read_json(path / "tokenizer.json")
     ids = _token_ids(tokenizer)
     tokenizer.update(truncation=None, padding=None)
-    eos_ids = _as_list(generation.get("eos_token_id")) or _as_list(model.get("eos_token_id"))
-    if not eos_ids and "eos_token" in named:
-        eos_ids = [ids[named["eos_token"]]]
     return PromptAssets(
         tokenizer_json=json.dumps(tokenizer, ensure_ascii=False),
         vocab_size=_vocab_size(model) or max(ids.values()) + 1,
         chat_template=_chat_template(path, settings),
         special_tokens=named,
-        eos_token_ids=eos_ids,
         default_chat_template_kwargs=kwargs,
         generation_config=generation,
     )
@@ -156,12 +149,6 @@ def _token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
 
 def _token_text(token: Any) -> str:
     return str(token["content"]) if isinstance(token, dict) else str(token)
-
-
-def _as_list(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list) else [value]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
