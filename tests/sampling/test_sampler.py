@@ -145,3 +145,32 @@ def test_logprobs_of_equals_rank_by_id_and_zero_alternatives_are_none() -> None:
     assert (draw.logprobs.rank, [t for t, _ in draw.logprobs.top]) == (1, [1, 2, 0])
     only = sample(torch.tensor([[1.0, 2.0]]), [spec(temperature=0, logprobs=0)])[0]
     assert only.logprobs is not None and only.logprobs.top == []
+
+
+def kept_by_transformers(row: torch.Tensor, *processors) -> set[int]:
+    scores = row[None].clone()
+    for processor in processors:
+        scores = processor(None, scores)
+    return set(torch.isfinite(scores[0]).nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.6])
+def test_the_cuts_keep_what_transformers_keeps(logits: torch.Tensor, temperature: float) -> None:
+    """In transformers' order but for min-p, which comes first here as in vLLM."""
+    from transformers.generation import logits_process as theirs
+
+    row = logits[0, :40]
+    warm = theirs.TemperatureLogitsWarper(temperature)
+    cases = [
+        ({"min_p": 0.15}, [warm, theirs.MinPLogitsWarper(0.15)]),
+        ({"top_k": 6}, [warm, theirs.TopKLogitsWarper(6)]),
+        ({"top_p": 0.75}, [warm, theirs.TopPLogitsWarper(0.75)]),
+        ({"top_k": 6, "top_p": 0.75}, [warm, theirs.TopKLogitsWarper(6), theirs.TopPLogitsWarper(0.75)]),
+        (
+            {"min_p": 0.05, "top_k": 9, "top_p": 0.9},
+            [warm, theirs.MinPLogitsWarper(0.05), theirs.TopKLogitsWarper(9), theirs.TopPLogitsWarper(0.9)],
+        ),
+    ]
+    for settings, processors in cases:
+        drawn = set(np.flatnonzero(frequencies(row, 6000, temperature=temperature, **settings)))
+        assert drawn == kept_by_transformers(row, *processors), settings

@@ -29,8 +29,8 @@ KEPT = 64  # grammars whose built form is kept
 class GrammarMatcher:
     """Where one output stands in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int]) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
         self._eos = frozenset(eos_token_ids)
         self._followed: list[int] = []
         self._ended = False
@@ -54,15 +54,17 @@ class GrammarMatcher:
 
         Raises ``RuleFault`` when the grammar is too complex to go on here.
         """
+        mask = np.zeros(vocab_size, dtype=np.bool_)
         if self._ended:
-            mask = np.zeros(vocab_size, dtype=np.bool_)
             mask[list(self._eos)] = True
             return mask
-        words = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
+        words = np.zeros(-(-self._vocab_size // 32), dtype=np.uint32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
             raise RuleFault(f"the grammar cannot go on: {self._matcher.get_error()}")
-        return np.unpackbits(words.view(np.uint8), bitorder="little", count=vocab_size).view(np.bool_)
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=self._vocab_size)[:vocab_size]
+        mask[: len(bits)] = bits
+        return mask
 
 
 def _length_in_common(one: list[int], other: Sequence[int]) -> int:
@@ -74,14 +76,12 @@ def _length_in_common(one: list[int], other: Sequence[int]) -> int:
 class Grammars:
     """Builds matchers for one model. Thread safe: grammars are built on a thread, matchers taken in the step.
 
-    ``tokenizer_json`` is called once, when the first grammar comes. Ids that its tokenizer does not have are
-    never allowed, though the model's ``vocab_size`` may hold some.
+    ``tokenizer_json`` is called once, when the first grammar comes: who asks for none pays nothing. Ids that
+    the tokenizer does not have are never allowed.
     """
 
-    def __init__(
-        self, tokenizer_json: Callable[[], str], vocab_size: int, eos_token_ids: Sequence[int]
-    ) -> None:
-        self._tokenizer_json, self._vocab_size, self._eos = tokenizer_json, vocab_size, list(eos_token_ids)
+    def __init__(self, tokenizer_json: Callable[[], str], eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer_json, self._eos = tokenizer_json, list(eos_token_ids)
         self._threads = ThreadPoolExecutor(1, "grammar")
         self._lock = threading.Lock()
         self._built: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
@@ -101,18 +101,23 @@ class Grammars:
     def matcher(self, grammar: str) -> GrammarMatcher:
         """A matcher at the start of the grammar, waiting for it where that was not prepared."""
         try:
-            return GrammarMatcher(self.prepare(grammar).result().deep_copy(), self._eos)
+            built = self.prepare(grammar).result()
         except InvalidRequest as error:
             raise RuleFault(error.message) from error
+        assert self._tokenizer is not None
+        return GrammarMatcher(built.deep_copy(), self._tokenizer.vocab_size, self._eos)
 
     def _build(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher, LLTokenizer  # only who is asked for a grammar needs it
 
-        if self._tokenizer is None:
-            text = self._tokenizer_json()
-            self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
-        if matcher.is_error():
-            raise InvalidRequest(f"the grammar cannot be used: {matcher.get_error()}", param="grammar")
-        matcher.compute_bitmask()  # the first mask costs most
+        try:
+            if self._tokenizer is None:
+                self._tokenizer = LLTokenizer(self._tokenizer_json(), eos_token=self._eos)
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
+            matcher.compute_bitmask()  # the first mask costs most
+            fault = matcher.get_error()
+        except BaseException as error:  # native code's panics too: they are this grammar's, not the engine's
+            fault = str(error)
+        if fault:
+            raise InvalidRequest(f"the grammar cannot be used: {fault}", param="grammar")
         return matcher

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from typing import IO, TYPE_CHECKING, Any
 
 from octavo.core.sampling_params import StructuredOutputs
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, OctavoError
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -27,6 +27,7 @@ MAX_TEXT = 2**17  # characters of a schema, regex or grammar
 CPU_S = 1.0  # what compiling one may take; schemas of real applications take some milliseconds
 MEMORY = 2**30  # address space of the process
 NICENESS = 3  # the streams' process goes first where both want the same core
+COMMAND = ("-m", __name__)
 KEPT = 64  # compiled forms that are remembered
 MAX_LEXER_STATES = 50_000  # of 1 to 2 kB each: what one grammar may come to hold
 WHITESPACE = r"[ \n\r\t]{1,40}"  # between the parts of JSON: a small model would go on with it for ever
@@ -62,14 +63,15 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the process, whatever it compiles."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
 
     def _ask(self, request: str, place: str, where: str) -> str:
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [sys.executable, *COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
         process = self._process
         assert process.stdin is not None and process.stdout is not None
@@ -82,6 +84,8 @@ class GrammarCompiler:
         if not line:
             self._process = None
             process.communicate()
+            if process.returncode >= 0:  # a fault of its own: what it wrote says which
+                raise OctavoError(f"the process that compiles {place} has failed")
             slow = process.returncode == -signal.SIGPROF
             took = f"{CPU_S:g} s of computing" if slow else f"{MEMORY >> 20} MiB of memory"
             raise InvalidRequest(
@@ -125,6 +129,8 @@ def main() -> None:
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    import llguidance  # noqa: F401  # here, so that no form is charged for it
+
     serve(sys.stdin, sys.stdout)
 
 

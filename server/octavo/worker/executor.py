@@ -164,9 +164,7 @@ def build_executor(config: EngineConfig, path: Path, progress: Progress) -> Loca
     size = _size(loaded)
     host_blocks = _host_blocks(loaded, size)
     sizing.log_size(place.device.type, size)
-    grammars = Grammars(
-        lambda: load_assets(path).tokenizer_json, model_config.vocab_size, model_config.eos_token_ids
-    )
+    grammars = Grammars(lambda: load_assets(path).tokenizer_json, model_config.eos_token_ids)
     runner = loaded.runner(size, host_blocks, grammars)
 
     progress("warming", f"{size.tokens} tokens of KV cache, up to {size.max_model_len} a request")
