@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 from typing import Any
 
 import httpx
@@ -214,3 +215,28 @@ def test_a_stream_that_is_cut_before_its_first_byte_is_closed_all_the_same() -> 
         return closed
 
     assert asyncio.run(main()) == ["closed"]
+
+
+def test_a_stream_keeps_its_pace_while_a_heavy_schema_is_compiled(paced: Any) -> None:
+    """Case 23: half a second of compiling, in which a stream of 50 chunks a second goes on."""
+    either = {"anyOf": [{"type": "string"}, {"type": "integer"}]}
+    defs: dict[str, Any] = {"d0": {"type": "object", "properties": {"x": either}}}
+    for level in range(1, 8):
+        choice = {"anyOf": [{"properties": {f"a{level}{i}": {"type": "string"}}} for i in range(3)]}
+        defs[f"d{level}"] = {"allOf": [{"$ref": f"#/$defs/d{level - 1}"}, choice]}
+    schema = {"$ref": "#/$defs/d7", "$defs": defs}
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 1, "structured_outputs": {"json": schema}}
+    answers = []
+    poster = threading.Thread(
+        target=lambda: answers.append(httpx.post(paced.url + "/v1/completions", json=body))
+    )
+    meanwhile = 0
+    with paced.http.stream("POST", paced.url + "/v1/completions", json={**LONG, "stream": True}) as stream:
+        lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
+        next(lines)
+        poster.start()
+        while poster.is_alive():
+            next(lines)
+            meanwhile += 1
+    assert answers[0].status_code == 200, answers[0].text
+    assert meanwhile >= 5

@@ -25,8 +25,8 @@ def test_spellings_that_are_one_are_listed_once(smollm2: Any) -> None:
 
 def test_the_engine_gets_tokens_and_no_texts(smollm2: Any) -> None:
     asked = SamplingParams(
-        n=3, stop="x", bad_words=["a"], bad_words_token_ids=[[7]], structured_outputs=StructuredOutputs(regex="a"),
-        grammar="g", min_p=0.1,
+        n=3, stop="x", bad_words=["a"], bad_words_token_ids=[[7]], min_p=0.1, grammar="g",
+        structured_outputs=StructuredOutputs(regex="a"),
     )  # fmt: skip
     told = engine_params(asked, smollm2, seed=5, max_tokens=9)
     words = ((7,), *spellings(smollm2, ["a"]))
