@@ -204,6 +204,10 @@ class EngineConfig:
     max_num_batched_tokens: int = _setting(2048, "tokens in one step", low=1)
     max_queue: int = _setting(1024, "requests that may wait; one more gets 429", low=1)
     async_scheduling: bool = _setting(True, "plan the next step while one runs")
+    kv_events_config: KVEventsConfig | None = _setting(
+        None, "publish KV events; JSON with vLLM's fields, {} for the defaults", parse=KVEventsConfig.of,
+        metavar="JSON",
+    )  # fmt: skip
     api_key: tuple[str, ...] = _setting((), "key clients must send; repeat for several", many=True)
     api_key_dir: str | None = _setting(None, "folder of files, each holding one API key (a mounted Secret)")
     drain_grace_s: float = _setting(5.0, "seconds after SIGTERM in which new requests are still taken", low=0)

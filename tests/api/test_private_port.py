@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.core.block_hash import BlockHasher
+from octavo.core.kv_events import digest
 from octavo.prompt.assets import PromptAssets
 from octavo.prompt.renderer import PromptRenderer
 
@@ -29,6 +30,26 @@ def test_server_info_says_what_the_router_needs(fast: Any, renderer: Any) -> Non
     assert info["kv"]["num_blocks"] == 400
     assert info["limits"] == {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_queue": 1024}
     assert info["load"] == fast.http.get(fast.private_url + "/load").json()
+
+
+def test_a_snapshot_of_the_cache_has_its_number_its_names_and_their_digest(serve: Any) -> None:
+    any_port = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}
+    with serve("fast", kv_events_config=any_port) as running:
+        info = running.http.get(running.private_url + "/server_info").json()
+        assert info["kv"]["events"]["publish"].startswith("tcp://127.0.0.1:")
+        running.post("/v1/completions", {"model": "tiny", "prompt": [5] * 33, "max_tokens": 1})
+        snapshot = running.http.get(running.private_url + "/kv/snapshot").json()
+        first = BlockHasher("sha256", 16).hash_blocks([5] * 16)[0].hex()
+        assert [block["parent"] for block in snapshot["blocks"]] == [None, first]
+        assert {(block["medium"], block["group_idx"]) for block in snapshot["blocks"]} == {("GPU", 0)}
+        names = [(b["medium"], b["group_idx"], bytes.fromhex(b["name"])) for b in snapshot["blocks"]]
+        assert snapshot["digest"] == digest(names)
+        assert snapshot["sequence"] == running.metric("octavo:kv_event_batches_total") - 1 >= 0
+        assert snapshot["epoch"] == info["epoch"] and snapshot["groups"] == info["kv"]["groups"]
+        assert (snapshot["block_size"], snapshot["hash"]) == (16, "sha256")
+    with serve("fast") as running:
+        assert running.http.get(running.private_url + "/server_info").json()["kv"]["events"] is None
+        assert running.http.get(running.private_url + "/kv/snapshot").json()["sequence"] is None
 
 
 def test_prompt_assets_render_elsewhere_as_here(fast: Any) -> None:
@@ -84,6 +105,7 @@ def test_the_private_port_wants_its_secret(serve: Any, monkeypatch: pytest.Monke
     with serve("fast", api_key=("public",)) as running:
         for method, path in (
             ("GET", "/server_info"), ("GET", "/load"), ("GET", "/prompt_assets"), ("POST", "/drain"),
+            ("GET", "/kv/snapshot"),
             ("POST", "/reset_prefix_cache"), ("POST", "/internal/generate"), ("GET", "/health"),
         ):  # fmt: skip
             for sent in ({}, {"Authorization": "Bearer public"}):

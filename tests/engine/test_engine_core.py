@@ -166,6 +166,7 @@ def test_what_it_says_of_its_cache_is_what_a_router_needs(core):
         "block_size": 8,
         "num_blocks": 20,
         "groups": [{"kind": "full"}],
+        "events": None,
     }
 
 

@@ -87,6 +87,15 @@ def test_a_subscriber_of_another_topic_hears_nothing(publisher, connect):
     assert not other.poll(100)
 
 
+def test_who_subscribes_is_shown_the_last_batch(publisher, connect):
+    events = publisher()
+    events.publish(["first"])
+    events.publish(["last"])
+    for _ in range(2):
+        _, frame, payload = connect(zmq.SUB, events.publish_at).recv_multipart()
+        assert (number(frame), msgspec.msgpack.decode(payload)[1]) == (1, ["last"])
+
+
 def test_without_events_there_is_no_batch(publisher):
     events = publisher()
     events.publish([])

@@ -199,6 +199,17 @@ class _EngineGauges(Collector):
             counter = CounterMetricFamily(f"vllm:{name}", help, labels=names)
             counter.add_metric(values, total)
             yield counter
+        for name, (help, total) in {
+            "kv_event_batches": ("Batches of KV events made.", stats.kv_event_batches),
+            "kv_event_batches_dropped": (
+                "Batches that found the queue full.",
+                stats.kv_event_batches_dropped,
+            ),
+            "kv_event_batches_missed": ("Times a subscriber was too slow.", stats.kv_event_batches_missed),
+        }.items():
+            counter = CounterMetricFamily(f"octavo:{name}", help)
+            counter.add_metric([], total)
+            yield counter
         state = GaugeMetricFamily(
             "octavo:engine_state", "1 for the state the engine is in.", labels=["state"]
         )

@@ -66,6 +66,16 @@ def private_routes(service: Service, drain: Callable[[], None]) -> APIRouter:
             raise Unavailable(f"the prompt assets are not loaded yet: {service.stage[0]}")
         return Response(service.assets_bytes, media_type="application/msgpack")
 
+    @routes.get("/kv/snapshot")
+    async def kv_snapshot() -> Response:
+        """What the prefix cache holds after the batch of KV events numbered ``sequence`` (null: none are
+        published), and ``octavo.core.kv_events``'s digest of it.
+        """
+        _, info = service.require_ready()
+        snapshot = await service.engine.admin("kv_snapshot")
+        kv = {name: info.kv[name] for name in ("hash", "root", "groups")}
+        return json_response({"epoch": service.epoch, **kv, **await asyncio.to_thread(_in_hex, snapshot)})
+
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:
         service.require_ready()
@@ -97,6 +107,14 @@ def private_routes(service: Service, drain: Callable[[], None]) -> APIRouter:
         return EventStream(_events(stream, first), close)
 
     return routes
+
+
+def _in_hex(snapshot: dict[str, Any]) -> dict[str, Any]:
+    blocks = [
+        {**block, "name": block["name"].hex(), "parent": block["parent"] and block["parent"].hex()}
+        for block in snapshot["blocks"]
+    ]
+    return {**snapshot, "blocks": blocks}
 
 
 def _engine_request(raw: bytes) -> EngineRequest:

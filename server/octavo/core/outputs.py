@@ -95,3 +95,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     preemptions: int = 0
+    kv_event_batches: int = 0
+    kv_event_batches_dropped: int = 0  # the publisher's queue was full
+    kv_event_batches_missed: int = 0  # times that a subscriber's queue was full

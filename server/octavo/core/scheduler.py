@@ -44,6 +44,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     prefix_caching_hash_algo: str = "sha256"
+    kv_events: bool = False
 
 
 class Scheduler:
@@ -77,6 +78,7 @@ class Scheduler:
             self.hasher if caching else None,
             groups,
             max_chunk=settings.max_num_batched_tokens,
+            events=settings.kv_events,
         )
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
+
+import msgspec
 
 from octavo.config import EngineConfig
 from octavo.core.kv_layout import KVSpec
@@ -14,6 +17,7 @@ from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import check_request
 from octavo.core.scheduler import Scheduler, SchedulerSettings
+from octavo.engine.event_publisher import EventPublisher
 from octavo.engine.executor import Executor
 from octavo.engine.grammar_wait import GrammarWait
 from octavo.engine.pitfalls import Pitfalls
@@ -59,10 +63,14 @@ class EngineCore:
         *,
         clock: Callable[[], float] | None = None,
         foretell: Callable[[float], None] | None = None,
+        rank: int = 0,
     ) -> None:
+        """Raises ``ConfigError`` when the settings do not fit the model, or a port for KV events is taken."""
         info = executor.info
         self.info = info
         self._executor = executor
+        events = config.kv_events_config
+        publishes = events is not None and events.on
         self._scheduler = Scheduler(
             SchedulerSettings(
                 max_model_len=info.max_model_len,
@@ -74,6 +82,7 @@ class EngineCore:
                 enable_chunked_prefill=config.enable_chunked_prefill,
                 enable_prefix_caching=config.enable_prefix_caching,
                 prefix_caching_hash_algo=config.prefix_caching_hash_algo,
+                kv_events=publishes,
             ),
             info.num_blocks,
             info.eos_token_ids,
@@ -88,8 +97,12 @@ class EngineCore:
         self._ended: list[EngineOutput] = []  # outputs of aborted requests, given out with the next step
         self._runner = ThreadPoolExecutor(1, "executor") if config.async_scheduling else None
         self._running: tuple[StepPlan, Future[StepResult]] | None = None
+        self._publisher = EventPublisher(events, config.host, rank) if events and publishes else None
+        if self._publisher is not None:
+            weakref.finalize(self, self._publisher.close)
         self._admin: dict[str, Callable[[], Any]] = {
             "reset_prefix_cache": self._scheduler.reset_prefix_cache,
+            "kv_snapshot": self._kv_snapshot,
         }
 
     @property
@@ -102,6 +115,7 @@ class EngineCore:
             "block_size": hasher.block_size,
             "num_blocks": self.info.num_blocks,
             **self.info.kv,
+            "events": self._publisher.addresses if self._publisher is not None else None,
         }
 
     def check(self, request: EngineRequest) -> None:
@@ -179,6 +193,7 @@ class EngineCore:
         except BaseException:
             self._ended = outputs  # an interrupt too: a notebook's user goes on with the same engine
             raise
+        self._publish_events()
         self._turns += 1
         if self._turns % LOOK_STEPS == 0:
             for warning in self._pitfalls.look(self._scheduler.stats()):
@@ -228,8 +243,26 @@ class EngineCore:
         rate = self._scheduler.prefill_tokens_per_s
         return prompt / rate if rate else UNMEASURED_STEP_S * bool(prompt)
 
+    def _publish_events(self) -> None:
+        if self._publisher is not None:
+            self._publisher.publish(self._scheduler.kv.take_events())
+
+    def _kv_snapshot(self) -> dict[str, Any]:
+        """What can be found in the cache now, and the number of the batch of events that led there."""
+        self._publish_events()
+        sequence = self._publisher.sequence if self._publisher is not None else None
+        return {"sequence": sequence, **msgspec.structs.asdict(self._scheduler.kv.snapshot())}
+
     def stats(self) -> EngineStats:
-        return self._scheduler.stats()
+        stats = self._scheduler.stats()
+        if (events := self._publisher) is None:
+            return stats
+        return msgspec.structs.replace(
+            stats,
+            kv_event_batches=events.sequence + 1,
+            kv_event_batches_dropped=events.dropped,
+            kv_event_batches_missed=events.missed,
+        )
 
     def admin(self, method: str) -> Any:
         """Call an admin method by name. Raises ``InvalidRequest`` for one that does not exist."""

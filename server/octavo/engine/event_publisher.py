@@ -57,8 +57,10 @@ class EventPublisher:
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._context = zmq.Context()
         try:
-            self._pub = self._context.socket(zmq.PUB)
+            self._pub = self._context.socket(zmq.XPUB)  # a PUB that hears of subscriptions
             self._pub.sndhwm = config.hwm
+            self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
+            self._pub.setsockopt(zmq.XPUB_NODROP, 1)
             self.publish_at = _open(self._pub, "endpoint", config.endpoint or _here(host, PUBLISH_PORT))
             self._replay = self._context.socket(zmq.ROUTER)
             self._replay.sndhwm = (
@@ -95,7 +97,7 @@ class EventPublisher:
             if not self.dropped:
                 _log.warning(
                     "KV events are made faster than they are sent: batch %d was dropped, more may follow "
-                    "(octavo:kv_event_batches_total). Raise max_queue_size in --kv-events-config",
+                    "(octavo:kv_event_batches_dropped_total). Raise max_queue_size in --kv-events-config",
                     self.sequence + 1,
                 )
             self.dropped += 1
@@ -118,7 +120,7 @@ class EventPublisher:
         poller = zmq.Poller()
         poller.register(self._taken, zmq.POLLIN)
         poller.register(self._replay, zmq.POLLIN)
-        self._pub.setsockopt(zmq.XPUB_NODROP, 1)
+        poller.register(self._pub, zmq.POLLIN)
         repeats = 0
         while True:
             ready = dict(poller.poll(REPEAT_MS if repeats else None))
@@ -132,6 +134,8 @@ class EventPublisher:
             elif repeats:
                 self._send(self._kept[-1])  # subscribers tell by its number that they have it
                 repeats -= 1
+            if self._pub in ready and self._pub.recv()[:1] == b"\1" and self._kept:
+                self._send(self._kept[-1])  # who has just subscribed sees how far it is
             if self._replay in ready:
                 self._answer(self._replay.recv_multipart())
         self._taken.close()

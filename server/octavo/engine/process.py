@@ -139,6 +139,7 @@ def run(launch: messages.Launch) -> int:
             config,
             executor,
             foretell=lambda seconds: port.send(messages.LongStep(seconds)),
+            rank=launch.rank,
         )
         info = executor.info
         gc.collect()
