@@ -131,6 +131,26 @@ def test_rules_hold_in_the_answer(llama: Any, renderer: Any) -> None:
     assert complete(llama, repetition_penalty=1.5, temperature=0)["token_ids"] != plain["token_ids"]
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
+        ({"logit_bias": {"55": 3, "90": -50}}, {"sequence_bias": [[[55], 3.0], [[90], -50.0]]}),
+        ({"min_tokens": 9, "logit_bias": {"1": 30}}, {"min_new_tokens": 9, "sequence_bias": [[[1], 30.0]]}),
+    ],
+)
+def test_rules_give_the_tokens_of_transformers(
+    tiny_llama: Any, llama: Any, renderer: Any, ours: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    import torch
+
+    _, model = tiny_llama
+    prompt = renderer.encode("the quick brown fox")
+    made = complete(llama, prompt=prompt, temperature=0, max_tokens=24, **ours)["token_ids"]
+    output = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, **theirs)
+    assert made == output[0, len(prompt) :].tolist()
+
+
 def test_an_answer_is_at_least_min_tokens_long(llama: Any) -> None:
     ends = {"logit_bias": {"1": 100}, "temperature": 0}
     assert complete(llama, **ends)["token_ids"] == [1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 torch = pytest.importorskip("torch")
 tokenizers = pytest.importorskip("tokenizers")
 
-from octavo import LLM, SamplingParams  # noqa: E402  # after what it needs is known to be there
+from octavo import LLM, SamplingParams, StructuredOutputs  # noqa: E402  # after what it needs is known to be there
 from octavo.errors import ConfigError, ContextLengthExceeded, InvalidRequest  # noqa: E402
 
 HIDDEN, HEADS, KV_HEADS, MIDDLE, LAYERS = 32, 4, 2, 48, 2
@@ -115,7 +116,8 @@ def test_answers_come_in_the_order_of_the_prompts_whatever_their_length(llm, cap
 
 
 def test_without_params_the_models_own_defaults_hold(llm):
-    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=3, max_tokens=6)
+    defaults = SamplingParams(temperature=0.5, top_k=3, repetition_penalty=1.1, max_tokens=6)
+    assert llm.get_default_sampling_params() == defaults
     chat = [{"role": "user", "content": "hi"}]
     for (output,) in (llm.generate("p", use_tqdm=False), llm.chat(chat, use_tqdm=False)):
         (sample,) = output.outputs
@@ -171,6 +173,33 @@ def test_logprobs_come_one_a_token(llm):
     assert len(sample.logprobs) == 4
     for token, logprobs in zip(sample.token_ids, sample.logprobs, strict=True):
         assert logprobs.rank == 1 and logprobs.top[0] == (token, pytest.approx(logprobs.logprob))
+
+
+def test_samples_keep_to_their_own_rules_beside_others(llm):
+    """Case 5: what one prompt asks changes no other."""
+    several = [
+        GREEDY,
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, frequency_penalty=1.05),
+        SamplingParams(
+            temperature=0, max_tokens=12, structured_outputs=StructuredOutputs(choice=["a", "b c"])
+        ),
+        SamplingParams(temperature=1, seed=3, max_tokens=12, bad_words=["e"], logit_bias={101: 4.0}),
+        SamplingParams(n=2, temperature=1, seed=3, structured_outputs=StructuredOutputs(regex="[xy]{5}")),
+    ]
+    prompts = ["one", "a longer prompt than that", "two", "three", "four"]
+    together = llm.generate(prompts, several, use_tqdm=False)
+    for prompt, params, output in zip(prompts, several, together, strict=True):
+        (alone,) = llm.generate([prompt], params, use_tqdm=False)
+        assert [one.token_ids for one in output.outputs] == [one.token_ids for one in alone.outputs]
+    assert together[2].outputs[0].text in ("a", "b c")
+    assert "e" not in together[3].outputs[0].text
+    assert all(re.fullmatch("[xy]{5}", one.text) for one in together[4].outputs)
+
+
+def test_a_form_that_cannot_be_held_to_is_refused_before_anything_runs(llm):
+    with pytest.raises(InvalidRequest, match="look-around"):
+        llm.generate("x", SamplingParams(structured_outputs=StructuredOutputs(regex="(?<=a)b")))
+    assert llm.stats().running == 0
 
 
 def test_a_chat_is_rendered_with_the_models_template(llm):
