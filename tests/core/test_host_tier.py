@@ -175,6 +175,18 @@ def test_a_reset_forgets_what_is_on_its_way():
     assert b.kv.host.pool.num_cached == b.kv.pool.num_cached == 0 and b.cached(TEXT) == 0
 
 
+def test_a_faulty_row_is_not_brought_back_by_a_transfer():
+    b = KVBench(num_host_blocks=20, offload=True)
+    request = b.computed(TEXT)
+    twin = b.computed([*TEXT, 9])
+    b.kv.swap_out([request])
+    b.run()
+    b.kv.free(twin, trusted=False)
+    b.kv.free(request)
+    b.settle()
+    assert b.cached(TEXT) == 0 and b.kv.host.pool.num_cached == 0
+
+
 def test_a_copy_that_is_due_is_not_saved_in_place_of_its_source():
     b = KVBench(num_host_blocks=20)
     parent, child, other = forked(b, 3, length=5)

@@ -310,5 +310,5 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert self.kv.host.pool.num_free == self.kv.host.pool.num_blocks
 
 
-KVCacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+KVCacheMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestKVCacheMachine = KVCacheMachine.TestCase

@@ -175,9 +175,11 @@ class KVCache:
     def grow(self, request: Request, upto: int) -> bool:
         """Give a sequence blocks to write into for positions from ``num_computed_tokens`` up to ``upto``.
 
-        Blocks that slid out of a window are given up in any case. False, and nothing else done, if too few
-        blocks are free.
+        Blocks that slid out of a window are given up when a new one is needed. False, and nothing else done,
+        if too few blocks are free.
         """
+        if upto <= request.room and not request.snapshot_due:
+            return True
         self._slide(request)
         if request.snapshot_due:
             self._name_snapshot(request)
@@ -198,8 +200,6 @@ class KVCache:
                 new += 1
             elif not self._is_own(table[0]):
                 shared.append((group, 0))
-        if not new and not shared:
-            return True
         if new + len(shared) > self.pool.num_free:
             return False
         for group, index in shared:
@@ -207,6 +207,7 @@ class KVCache:
             table[index] = self._copy(table[index])
             request.block_tables[group] = table
         self._lengthen(request, total)
+        request.room = total * self.block_size
         return True
 
     def _lengthen(self, request: Request, total: int) -> None:
@@ -262,6 +263,7 @@ class KVCache:
         Their tokens are equal up to the parent's ``num_computed_tokens``.
         """
         self._name_snapshot(parent)
+        parent.room = 0  # whoever writes next has to see whether it is the last owner
         for mine, theirs in zip(child.block_tables, parent.block_tables, strict=True):
             assert not mine, f"{child.request_id} holds blocks already"
             mine += theirs
@@ -283,7 +285,7 @@ class KVCache:
         if request.host_tables:
             self.host.pool.release(tail_first(request.host_tables))
             request.host_tables = []
-        request.num_computed_tokens = request.num_registered = 0
+        request.num_computed_tokens = request.num_registered = request.room = 0
         request.snapshot_due = False
         request.transfer = None
 
@@ -316,6 +318,7 @@ class KVCache:
         for request in requests:
             self._name_snapshot(request)
             self._take_back_copies(request)
+            request.room = 0
         return self.host.swap(requests, load=False)
 
     def _take_back_copies(self, request: Request) -> None:

@@ -96,6 +96,7 @@ class Request:
         "request",
         "request_id",
         "rules",
+        "room",
         "scheduled_time",
         "snapshot_due",
         "stop_token_ids",
@@ -124,6 +125,7 @@ class Request:
         self.num_cached_tokens = -1  # unknown until first scheduled
         self.num_registered = 0  # full blocks whose names the pool was given
         self.block_tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.room = 0  # it has blocks of its own to write into for all positions below
         self.host_tables: list[list[int]] = []  # its blocks in the host tier while it is swapped out
         self.transfer: int | None = None  # what it waits for before it can be planned
         self.contents: list[Content] = []
