@@ -18,7 +18,6 @@ from octavo.core.plan import LogitRules
 
 Row: TypeAlias = NDArray[np.float32]
 
-NO_TOKEN_LEFT = "the request's allowed_token_ids, bad_words, logit_bias and grammar leave no token to draw"
 _BANNED = np.float32(-np.inf)
 
 
@@ -168,13 +167,11 @@ class RuleBook:
     def changed(self, row: Row, rules: LogitRules, past: Past, position: int) -> Row:
         """The logits [V] of the draw at ``position`` as the rules change them; ``row`` stays as it is.
 
-        Raises ``RuleFault`` when no token is left to draw.
+        Raises ``RuleFault`` when the tokens so far leave the grammar.
         """
         sequence = self._sequence(rules, past)
         new = row.copy()
         sequence.apply(new, past.drafts[: position - len(past.tokens)])
-        if new.max() == _BANNED:
-            raise RuleFault(NO_TOKEN_LEFT)
         return new
 
     def _sequence(self, rules: LogitRules, past: Past) -> _Sequence:

@@ -25,6 +25,7 @@ from octavo.sampling.rules import Past, Row, RuleBook, RuleFault
 
 MIN_TEMPERATURE = 1e-6  # below it float32 logits differ by more than the temperature: the draw is greedy
 NOT_FINITE = "the model produced logits that are not finite numbers (NaN or infinity)"
+NO_TOKEN_LEFT = "the request's allowed_token_ids, bad_words and grammar leave no token to draw"
 _PART = 64  # tokens summed together before the cumulative sum
 
 
@@ -72,7 +73,7 @@ class Sampler:
             best[i] = int(changed[i].argmax())
             peaks[i] = changed[i][best[i]]
             if not np.isfinite(peaks[i]):
-                errors[i] = NOT_FINITE
+                errors[i] = NO_TOKEN_LEFT if np.isneginf(peaks[i]) else NOT_FINITE
         draws = []
         for i, spec in enumerate(specs):
             if (error := errors[i]) is not None:
