@@ -203,8 +203,7 @@ _RANGES: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
 _NO_BEAMS: dict[str, Any] = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     "repetition_penalty": 1.0, "logit_bias": {}, "allowed_token_ids": (), "bad_words": (),
-    "bad_words_token_ids": (), "min_tokens": 0, "structured_outputs": None, "grammar": None, "logprobs": None,
-    "stop": (),
+    "bad_words_token_ids": (), "min_tokens": 0, "structured_outputs": None, "grammar": None, "stop": (),
 }  # fmt: skip
 
 
