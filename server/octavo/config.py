@@ -199,6 +199,7 @@ class EngineConfig:
     block_size: int = _setting(16, "tokens in a KV block", low=1, high=256)
     enable_prefix_caching: bool = _setting(True, "reuse the KV blocks of equal prefixes")
     prefix_caching_hash_algo: str = _setting("sha256", "hash of the prefix blocks", choices=HASH_ALGOS)
+    prefix_caching_verify: bool = _setting(False, "compare tokens on a hit too, not only hashes; keeps them")
     enable_chunked_prefill: bool = _setting(True, "cut long prompts so that running streams keep their pace")
     max_num_seqs: int = _setting(256, "sequences in one step", low=1)
     max_num_batched_tokens: int = _setting(2048, "tokens in one step", low=1)

@@ -356,3 +356,18 @@ def test_totals_and_the_prefill_rate_are_counted(bench):
     assert stats.prefill_tokens_per_s == pytest.approx(
         (20 + 4) / 0.002, rel=1e-3
     )  # the clock moves 1 ms a step
+
+
+def test_equal_hashes_of_other_tokens_are_told_apart_where_hits_are_verified(bench):
+    """The hash is broken: there are sixteen names for all blocks."""
+    b = bench(block_size=4, prefix_caching_verify=True)
+    b.scheduler.hasher._hash = lambda data: bytes([sum(data) % 16])
+    for number in range(12):
+        b.add(str(number), [number] * 9)
+        b.run()
+        b.add(f"{number} again", [number] * 9)
+        b.run()
+    assert b.scheduler.stats().prefix_cache_collisions > 0
+    assert any(b.cached(f"{number} again") == 8 for number in range(12))
+    for number in range(12):
+        assert b.tokens(str(number)) == b.executor.alone([number] * 9, 8)

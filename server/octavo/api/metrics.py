@@ -200,6 +200,10 @@ class _EngineGauges(Collector):
             counter.add_metric(values, total)
             yield counter
         for name, (help, total) in {
+            "prefix_cache_collisions": (
+                "Look-ups that found other tokens under an equal hash (with prefix-caching-verify).",
+                stats.prefix_cache_collisions,
+            ),
             "kv_event_batches": ("Batches of KV events made.", stats.kv_event_batches),
             "kv_event_batches_dropped": (
                 "Batches that found the queue full.",

@@ -94,6 +94,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generation_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    prefix_cache_collisions: int = 0  # look-ups that found other tokens under an equal hash
     preemptions: int = 0
     kv_event_batches: int = 0
     kv_event_batches_dropped: int = 0  # the publisher's queue was full

@@ -44,6 +44,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     prefix_caching_hash_algo: str = "sha256"
+    prefix_caching_verify: bool = False
     kv_events: bool = False
 
 
@@ -78,6 +79,7 @@ class Scheduler:
             self.hasher if caching else None,
             groups,
             max_chunk=settings.max_num_batched_tokens,
+            verify=settings.prefix_caching_verify,
             events=settings.kv_events,
         )
         self.waiting: deque[Request] = deque()
@@ -340,6 +342,7 @@ class Scheduler:
             generation_tokens=self._generation_tokens,
             prefix_cache_queries=self._cache_queries,
             prefix_cache_hits=self._cache_hits,
+            prefix_cache_collisions=self.kv.collisions,
             preemptions=self._preemptions,
         )
 

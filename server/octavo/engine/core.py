@@ -82,6 +82,7 @@ class EngineCore:
                 enable_chunked_prefill=config.enable_chunked_prefill,
                 enable_prefix_caching=config.enable_prefix_caching,
                 prefix_caching_hash_algo=config.prefix_caching_hash_algo,
+                prefix_caching_verify=config.prefix_caching_verify,
                 kv_events=publishes,
             ),
             info.num_blocks,
