@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.outputs import EngineRequest
+from octavo.core.outputs import EngineRequest, Feature
 from octavo.core.plan import RowResult, StepResult
 from octavo.core.sampling_params import SamplingParams
 from octavo.errors import ConfigError, ContextLengthExceeded, InvalidRequest, QueueFull
@@ -300,6 +300,10 @@ def test_a_sequence_goes_on_from_tokens_made_elsewhere(bench):
         ({"sampling": {"max_tokens": None}}, "max_tokens", "max_tokens is not set"),
         ({"sampling": {"seed": None}}, "seed", "seed is not set"),
         ({"cache_salt": "\ud800"}, "cache_salt", "not valid Unicode"),
+        ({"adapter": "\ud800"}, "adapter", "not valid Unicode"),
+        ({"features": [Feature("\ud800", 0, 1)]}, "features", "not valid Unicode"),
+        ({"features": [Feature("img", 1, 2)]}, "features", "covers 2 tokens from 1 on"),
+        ({"features": [Feature("img", -1, 2)]}, "features", "within the prompt's 2"),
     ],
 )
 def test_a_malformed_request_is_refused_by_field_and_value(bench, change, param, text):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from octavo.core.block_content import Content
-from octavo.core.outputs import EngineRequest, FinishReason, RequestTimes
+from octavo.core.outputs import EngineRequest, Feature, FinishReason, RequestTimes
 from octavo.core.plan import LogitRules
 from octavo.errors import ContextLengthExceeded, InvalidRequest
 
@@ -44,9 +44,23 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
             f"max_tokens is {sampling.max_tokens} and {prior} tokens exist already: none is left to make",
             param="max_tokens",
         )
-    if request.cache_salt is not None and not _is_text(request.cache_salt):
-        raise InvalidRequest(f"cache_salt {request.cache_salt!r} is not valid Unicode", param="cache_salt")
+    for name, text in (("cache_salt", request.cache_salt), ("adapter", request.adapter)):
+        if text is not None and not _is_text(text):
+            raise InvalidRequest(f"{name} {text!r} is not valid Unicode", param=name)
+    for feature in request.features:
+        _check_feature(feature, len(prompt))
     _check_length(len(prompt) - prior, sampling.max_tokens, limits)
+
+
+def _check_feature(feature: Feature, length: int) -> None:
+    if not _is_text(feature.identifier):
+        raise InvalidRequest(f"feature {feature.identifier!r} is not valid Unicode", param="features")
+    if feature.offset < 0 or feature.length < 1 or feature.offset + feature.length > length:
+        raise InvalidRequest(
+            f"feature {feature.identifier!r} covers {feature.length} tokens from {feature.offset} on: "
+            f"it must lie within the prompt's {length}",
+            param="features",
+        )
 
 
 def _is_text(text: str) -> bool:
