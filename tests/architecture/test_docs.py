@@ -39,6 +39,17 @@ def test_the_table_of_routes_is_that_of_the_engine_and_of_the_router() -> None:
     assert {route.path for route in ROUTES} <= written
 
 
+def test_the_table_of_fields_is_that_of_the_engine() -> None:
+    from octavo.api.fields import CHAT_FIELDS, COMPLETION_FIELDS, REFUSED_FIELDS
+
+    rows = [
+        line.split("|")[1] for line in (ROOT / "docs/fields.md").read_text().splitlines() if "| `" in line
+    ]
+    written = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert len(written) == len(set(written))
+    assert set(written) == (CHAT_FIELDS | COMPLETION_FIELDS) - REFUSED_FIELDS
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_links_to_exists(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)", page.read_text())

@@ -51,6 +51,7 @@ _CHAT = [
     "continue_final_message",
     "chat_template_kwargs",
 ]
+REFUSED_FIELDS = frozenset([*_OFF_CHAT, *_OFF_COMPLETION])  # unless they say "off"
 CHAT_FIELDS = frozenset([*_SAMPLING, *_COMMON, *_CHAT, *_OFF_CHAT])
 COMPLETION_FIELDS = frozenset([*_SAMPLING, *_COMMON, "prompt", "add_special_tokens", *_OFF_COMPLETION])
 
