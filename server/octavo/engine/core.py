@@ -231,9 +231,8 @@ class EngineCore:
                 outputs += self._scheduler.lose_step()
                 raise fault
             outputs += self._scheduler.update(plan, done.result())
-        plan = self._scheduler.schedule()
-        if plan is not None:
-            self._running = plan, runner.submit(self._executor.execute, plan)
+        if (following := self._scheduler.schedule()) is not None:
+            self._running = following, runner.submit(self._executor.execute, following)
 
     def _foretell_long(self, plan: StepPlan) -> None:
         if self._foretell is not None and (seconds := self._expected_s(plan)) > LONG_STEP_S:

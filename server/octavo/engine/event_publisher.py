@@ -185,7 +185,7 @@ def _open(socket: zmq.Socket[Any], field: str, endpoint: str) -> str:
             socket.connect(endpoint)
             return endpoint
         socket.bind(endpoint)
-        where: str = socket.last_endpoint.decode().rstrip("\0")
+        where = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     except zmq.ZMQError as error:
         raise ConfigError(
             f"kv-events-config: {field} {endpoint} cannot be used: {error.strerror}. Choose another"
