@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import total_of
 from prometheus_client.parser import text_string_to_metric_families
+
+from octavo.api.metrics import Metrics
+from octavo.core.outputs import EngineStats
 
 GAUGES = [
     "num_requests_running",
@@ -24,6 +29,10 @@ COUNTERS = [
     "prefix_cache_hits",
     "num_preemptions",
     "request_success",
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos",
 ]
 TTFT = ".001 .005 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640 2560"
 BETWEEN = ".01 .025 .05 .075 .1 .15 .2 .3 .4 .5 .75 1 2.5 5 7.5 10 20 40 80"
@@ -66,6 +75,32 @@ def test_names_types_labels_and_buckets_are_the_fields_own(fast: Any) -> None:
             assert [float(edge) for edge in edges[:-1]] == [float(edge) for edge in buckets.split()], name
     info = found["vllm:cache_config_info"].samples[0]
     assert (info.labels["block_size"], info.labels["num_gpu_blocks"], info.value) == ("16", "400", 1)
+
+
+def test_each_count_of_the_engine_has_its_metric() -> None:
+    stats = EngineStats(
+        swapped=3, host_usage=0.25, cached_blocks=11, preemptions=9, preemptions_by_swap=4, drafts=20,
+        draft_tokens=60, accepted_draft_tokens=31, accepted_by_position=(18, 9, 4), host_hit_tokens=64,
+        host_blocks_saved=7, host_blocks_loaded=5, row_faults=2, kv_event_batches=40,
+        kv_event_batches_dropped=6, kv_event_batches_missed=1,
+    )  # fmt: skip
+    engine: Any = SimpleNamespace(stats=stats, state="ready", listeners=[])
+    shown = text_string_to_metric_families(Metrics("tiny", engine).text().decode())
+    samples = [sample for family in shown for sample in family.samples]
+    for name, value in {
+        "vllm:num_requests_swapped": 3, "vllm:cpu_cache_usage_perc": 0.25, "octavo:cached_blocks": 11,
+        "vllm:num_preemptions_total": 9, "vllm:spec_decode_num_drafts_total": 20,
+        "vllm:spec_decode_num_draft_tokens_total": 60, "vllm:spec_decode_num_accepted_tokens_total": 31,
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total": 31, "octavo:host_cache_hits_total": 64,
+        "octavo:host_blocks_saved_total": 7, "octavo:host_blocks_loaded_total": 5,
+        "octavo:row_faults_total": 2, "octavo:kv_event_batches_total": 40,
+        "octavo:kv_event_batches_dropped_total": 6, "octavo:kv_event_batches_missed_total": 1,
+    }.items():  # fmt: skip
+        assert total_of(samples, name) == value, name
+    assert total_of(samples, "octavo:preemptions_total", means="swap") == 4
+    assert total_of(samples, "octavo:preemptions_total", means="recompute") == 5
+    positions = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert total_of(samples, positions, position="1", model_name="tiny") == 9
 
 
 def test_a_request_is_counted_once_in_each(fast: Any) -> None:

@@ -147,8 +147,8 @@ class Metrics:
 
     def _step(self, message: Outputs) -> None:
         before, now = self._before, message.stats
-        self._before = now
         if now.steps > before.steps:
+            self._before = now
             tokens = (
                 now.prompt_tokens - before.prompt_tokens + now.generation_tokens - before.generation_tokens
             )
@@ -166,63 +166,81 @@ class _EngineGauges(Collector):
         self._engine = engine
 
     def collect(self) -> Iterable[Metric]:
-        stats, names, values = self._engine.stats, list(self._labels), list(self._labels.values())
-        gauges = {
-            "num_requests_running": ("Sequences in the running batch.", stats.running),
-            "num_requests_waiting": ("Sequences that wait to run.", stats.waiting),
-            "num_requests_swapped": ("Sequences in host memory: none, preemption recomputes.", 0),
-            "kv_cache_usage_perc": ("Share of the KV cache in use, 0 to 1.", stats.kv_usage),
-            "gpu_cache_usage_perc": ("Older name of kv_cache_usage_perc.", stats.kv_usage),
-            "cpu_cache_usage_perc": ("Share of the host's KV cache in use: there is none.", 0.0),
-        }
-        for name, (help, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"vllm:{name}", help, labels=names)
-            gauge.add_metric(values, value)
-            yield gauge
-        lora = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
-        adapters = GaugeMetricFamily(
-            "vllm:lora_requests_info", "Adapters in use: none.", labels=[*names, *lora]
-        )
-        adapters.add_metric([*values, "0", "", ""], time.time())
-        yield adapters
-        counters = {
-            "prompt_tokens": ("Prompt tokens taken in.", stats.prompt_tokens),
-            "generation_tokens": ("Tokens made.", stats.generation_tokens),
-            "prefix_cache_queries": (
-                "Prompt tokens looked up in the prefix cache.",
-                stats.prefix_cache_queries,
-            ),
-            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
-            "num_preemptions": ("Sequences put back to make room.", stats.preemptions),
-        }
-        for name, (help, total) in counters.items():
-            counter = CounterMetricFamily(f"vllm:{name}", help, labels=names)
-            counter.add_metric(values, total)
-            yield counter
-        for name, (help, total) in {
-            "prefix_cache_collisions": (
+        stats, labels = self._engine.stats, self._labels
+        for name, help, value in (
+            ("num_requests_running", "Sequences in the running batch.", stats.running),
+            ("num_requests_waiting", "Sequences that wait to run.", stats.waiting),
+            ("num_requests_swapped", "Waiting sequences whose K/V is in host memory.", stats.swapped),
+            ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", stats.kv_usage),
+            ("gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", stats.kv_usage),
+            ("cpu_cache_usage_perc", "Share of the host tier in use, 0 to 1.", stats.host_usage),
+        ):
+            yield _gauge(f"vllm:{name}", help, [(labels, value)])
+        lora = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+        yield _gauge("vllm:lora_requests_info", "Adapters in use: none.", [({**labels, **lora}, time.time())])
+        for name, help, total in (
+            ("prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens),
+            ("generation_tokens", "Tokens made.", stats.generation_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_cache_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hits),
+            ("num_preemptions", "Sequences put back to make room.", stats.preemptions),
+            ("spec_decode_num_drafts", "Rows that carried drafts.", stats.drafts),
+            ("spec_decode_num_draft_tokens", "Tokens guessed ahead.", stats.draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Guesses that were right.", stats.accepted_draft_tokens),
+        ):
+            yield _counter(f"vllm:{name}", help, [(labels, total)])
+        places = [({**labels, "position": str(i)}, n) for i, n in enumerate(stats.accepted_by_position)]
+        yield _counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Right guesses by place.", places,
+            labels=[*labels, "position"],
+        )  # fmt: skip
+        yield from self._own(stats)
+
+    def _own(self, stats: EngineStats) -> Iterable[Metric]:
+        states = [({"state": name}, float(name == self._engine.state)) for name in _STATES]
+        yield _gauge("octavo:engine_state", "1 for the state the engine is in.", states)
+        for name, help, value in (
+            ("prefill_tokens_per_second", "How fast prompts are computed.", stats.prefill_tokens_per_s),
+            ("waiting_tokens", "Tokens of waiting sequences to compute.", stats.waiting_tokens),
+            ("cached_blocks", "Free blocks that can still be found.", stats.cached_blocks),
+        ):
+            yield _gauge(f"octavo:{name}", help, [({}, value)])
+        swap = stats.preemptions_by_swap
+        by_means = [({"means": "swap"}, swap), ({"means": "recompute"}, stats.preemptions - swap)]
+        yield _counter("octavo:preemptions", "Preemptions by their means.", by_means)
+        for name, help, total in (
+            ("host_cache_hits", "Prompt tokens found in the host tier.", stats.host_hit_tokens),
+            ("host_blocks_saved", "Blocks copied to the host tier.", stats.host_blocks_saved),
+            ("host_blocks_loaded", "Blocks copied from the host tier.", stats.host_blocks_loaded),
+            (
+                "prefix_cache_collisions",
                 "Look-ups that found other tokens under an equal hash (with prefix-caching-verify).",
                 stats.prefix_cache_collisions,
             ),
-            "kv_event_batches": ("Batches of KV events made.", stats.kv_event_batches),
-            "kv_event_batches_dropped": (
+            ("row_faults", "Requests that failed alone in a step (NaN logits).", stats.row_faults),
+            ("kv_event_batches", "Batches of KV events made.", stats.kv_event_batches),
+            (
+                "kv_event_batches_dropped",
                 "Batches that found the queue full.",
                 stats.kv_event_batches_dropped,
             ),
-            "kv_event_batches_missed": ("Times a subscriber was too slow.", stats.kv_event_batches_missed),
-        }.items():
-            counter = CounterMetricFamily(f"octavo:{name}", help)
-            counter.add_metric([], total)
-            yield counter
-        state = GaugeMetricFamily(
-            "octavo:engine_state", "1 for the state the engine is in.", labels=["state"]
-        )
-        for name in _STATES:
-            state.add_metric([name], float(name == self._engine.state))
-        yield state
-        speed = GaugeMetricFamily("octavo:prefill_tokens_per_second", "How fast prompts are computed.")
-        speed.add_metric([], stats.prefill_tokens_per_s)
-        yield speed
-        waiting = GaugeMetricFamily("octavo:waiting_tokens", "Tokens of waiting sequences to compute.")
-        waiting.add_metric([], stats.waiting_tokens)
-        yield waiting
+            ("kv_event_batches_missed", "Times a subscriber was too slow.", stats.kv_event_batches_missed),
+        ):
+            yield _counter(f"octavo:{name}", help, [({}, total)])
+
+
+_Samples = Sequence[tuple[dict[str, str], float]]
+
+
+def _gauge(name: str, help: str, samples: _Samples) -> Metric:
+    family = GaugeMetricFamily(name, help, labels=list(samples[0][0]))
+    for labels, value in samples:
+        family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _counter(name: str, help: str, samples: _Samples, labels: Sequence[str] | None = None) -> Metric:
+    family = CounterMetricFamily(name, help, labels=labels or list(samples[0][0]))
+    for values, total in samples:
+        family.add_metric(list(values.values()), total)
+    return family

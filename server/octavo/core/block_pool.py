@@ -124,7 +124,7 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Share of active blocks, 0 .. 1: cached blocks are free."""
-        return (len(self.blocks) - len(self._free)) / len(self.blocks)
+        return (len(self.blocks) - len(self._free)) / max(1, len(self.blocks))
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` blocks off the head of the free list; a cached one loses its name.

@@ -96,6 +96,17 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_hits: int = 0
     prefix_cache_collisions: int = 0  # look-ups that found other tokens under an equal hash
     preemptions: int = 0
+    preemptions_by_swap: int = 0  # of preemptions; the others compute again
+    drafts: int = 0  # rows that carried draft tokens
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    accepted_by_position: tuple[int, ...] = ()  # how often the first, second, ... draft of a row was accepted
+    swapped: int = 0  # of waiting; their blocks are in host memory
+    host_usage: float = 0.0
+    host_hit_tokens: int = 0  # of prefix_cache_hits: those that came from the host tier
+    host_blocks_saved: int = 0
+    host_blocks_loaded: int = 0
+    row_faults: int = 0  # requests that the executor failed on, alone
     kv_event_batches: int = 0
     kv_event_batches_dropped: int = 0  # the publisher's queue was full
     kv_event_batches_missed: int = 0  # times that a subscriber's queue was full

@@ -91,7 +91,7 @@ class EngineCore:
             groups=kv_groups(dict(info.kv)),
         )
         self._pitfalls = Pitfalls(block_size=config.block_size, prefix_caching=config.enable_prefix_caching)
-        self._turns = 0
+        self._turns = self._row_faults = 0
         self._foretell = foretell
         self._grammars = GrammarWait(lambda grammar: executor.prepare(grammar))
         self._rejected: list[tuple[list[str], OctavoError]] = []
@@ -222,7 +222,7 @@ class EngineCore:
         except BaseException:
             outputs += self._scheduler.lose_step()
             raise
-        outputs += self._scheduler.update(plan, result)
+        outputs += self._update(plan, result)
 
     def _turn_step(self, outputs: list[EngineOutput], runner: ThreadPoolExecutor) -> None:
         if self.wait() and self._running is not None:  # an interrupt of the wait leaves the step running
@@ -230,9 +230,14 @@ class EngineCore:
             if (fault := done.exception()) is not None:
                 outputs += self._scheduler.lose_step()
                 raise fault
-            outputs += self._scheduler.update(plan, done.result())
+            outputs += self._update(plan, done.result())
         if (following := self._scheduler.schedule()) is not None:
             self._running = following, runner.submit(self._executor.execute, following)
+
+    def _update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
+        outputs = self._scheduler.update(plan, result)
+        self._row_faults += sum(output.finish_reason == "error" for output in outputs)
+        return outputs
 
     def _foretell_long(self, plan: StepPlan) -> None:
         if self._foretell is not None and (seconds := self._expected_s(plan)) > LONG_STEP_S:
@@ -254,14 +259,19 @@ class EngineCore:
         return {"sequence": sequence, **msgspec.structs.asdict(self._scheduler.kv.snapshot())}
 
     def stats(self) -> EngineStats:
-        stats = self._scheduler.stats()
-        if (events := self._publisher) is None:
-            return stats
+        """The load now, and totals since the start; a step counts when it has ended."""
+        stats, kv, events = self._scheduler.stats(), self._scheduler.kv, self._publisher
         return msgspec.structs.replace(
             stats,
-            kv_event_batches=events.sequence + 1,
-            kv_event_batches_dropped=events.dropped,
-            kv_event_batches_missed=events.missed,
+            steps=stats.steps - (self._running is not None),
+            host_usage=kv.host.pool.usage,
+            host_hit_tokens=kv.host_hit_tokens,
+            host_blocks_saved=kv.host.blocks_saved,
+            host_blocks_loaded=kv.host.blocks_loaded,
+            row_faults=self._row_faults,
+            kv_event_batches=events.sequence + 1 if events else 0,
+            kv_event_batches_dropped=events.dropped if events else 0,
+            kv_event_batches_missed=events.missed if events else 0,
         )
 
     def admin(self, method: str) -> Any:
