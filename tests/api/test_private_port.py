@@ -118,3 +118,35 @@ def test_the_private_port_wants_its_secret(serve: Any, monkeypatch: pytest.Monke
 def test_private_routes_are_not_on_the_public_port(fast: Any) -> None:
     for method, path in (("GET", "/server_info"), ("GET", "/prompt_assets"), ("POST", "/internal/generate")):
         assert fast.http.request(method, fast.url + path).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param"),
+    [
+        ({"bad_words": ["x"]}, "sampling.bad_words"),
+        ({"structured_outputs": {"regex": "a"}}, "sampling.structured_outputs"),
+        ({"n": 2}, "sampling.n"),
+        ({"use_beam_search": True}, "sampling.use_beam_search"),
+        ({"allowed_token_ids": [394]}, "allowed_token_ids"),
+        ({"grammar": "refused by the engine"}, "grammar"),
+        ({"min_tokens": 20}, "min_tokens"),
+    ],
+)
+def test_a_sequence_by_its_tokens_takes_no_texts_and_no_samples(
+    fast: Any, sampling: dict[str, Any], param: str
+) -> None:
+    body = {"prompt_token_ids": [5, 6], "sampling": {"max_tokens": 4, **sampling}}
+    answer = fast.http.post(fast.private_url + "/internal/generate", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_sequence_by_its_tokens_takes_every_other_setting(fast: Any) -> None:
+    sampling = {
+        "max_tokens": 4, "min_p": 0.1, "logit_bias": {"5": 1.5}, "bad_words_token_ids": [[7, 8]],
+        "repetition_penalty": 1.2, "presence_penalty": 1, "frequency_penalty": 1, "min_tokens": 2,
+        "allowed_token_ids": [1, 2, 3], "grammar": "g",
+    }  # fmt: skip
+    body = {"prompt_token_ids": [5, 6], "sampling": sampling, "priority": 3, "deadline": 1e12}
+    answer = fast.http.post(fast.private_url + "/internal/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    assert tokens_of(answer.text)[1]["finish_reason"] in ("length", "stop")

@@ -117,6 +117,14 @@ def stream(renderer: Any, **sampling: Any) -> TextStream:
     return TextStream(renderer, renderer.encode("go"), SamplingParams(**sampling))
 
 
+def test_no_stop_string_ends_the_text_of_the_first_min_tokens(smollm2: Any) -> None:
+    ids = smollm2.encode(" one two one two one", add_special_tokens=False)
+    delta = stream(smollm2, stop=["one"], min_tokens=2).push(ids)
+    assert (delta.text, delta.num_tokens, delta.stop_reason) == (" one two ", 3, "one")
+    delta = stream(smollm2, stop=["one"], min_tokens=5).push(ids, "length")
+    assert (delta.text, delta.num_tokens, delta.finish_reason) == (" one two one two one", 5, "length")
+
+
 def test_tokens_after_a_stop_string_do_not_count(smollm2: Any) -> None:
     ids = smollm2.encode("one two three four")
     delta = stream(smollm2, stop=(" two",)).push(ids)

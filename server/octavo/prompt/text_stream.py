@@ -32,6 +32,7 @@ class TextStream:
     def __init__(self, renderer: PromptRenderer, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
         self._detokenizer = Detokenizer(renderer, prompt_ids, sampling.skip_special_tokens)
         self._stop = StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
+        self._unwatched = sampling.min_tokens  # tokens in whose text no stop string is looked for
         self._show_stop_token = sampling.include_stop_str_in_output
 
     def push(
@@ -50,7 +51,12 @@ class TextStream:
             last = finish_reason == "stop" and index == len(token_ids) - 1
             if last and not self._show_stop_token:
                 break  # the token that ended the sequence is not part of the text
-            text += self._stop.push(self._detokenizer.push((token_id,)))
+            new = self._detokenizer.push((token_id,))
+            if self._unwatched:
+                self._unwatched -= 1
+                text += new
+                continue
+            text += self._stop.push(new)
             if self._stop.matched is not None:
                 return TextDelta(text, index + 1, "stop", self._stop.matched)
         if finish_reason is None:
