@@ -16,7 +16,8 @@ namespace {
 const Kernels* active = nullptr;
 
 constexpr long kTasksPerThread = 4;      // so that a thread that is held up leaves the rest to others
-constexpr long kMatmulRows = 256;        // rows of one matmul task
+constexpr long kMatmulRows = 256;        // rows of one matmul task,
+constexpr long kWideValues = 1 << 16;    // or as many as hold so many values of float32 x: what stays in the L2 cache
 constexpr long kElementsPerTask = 1 << 15;    // of element-wise work: some microseconds
 constexpr long kAttentionRows = 96;    // query rows (tokens times heads a KV head) of one attention task
 constexpr size_t kPartialFloats = size_t(16) << 20;    // partial results of attention kept at once
@@ -167,20 +168,22 @@ OCTAVO_API void octavo_matmul(const void* x, long x_stride, long m, const Weight
                               void* out, long out_stride, int out_dtype) {
     Matmul a{x, x_stride, kRows, m, *w, bias, activation, out, out_stride, out_dtype};
     prepare_x(a);
-    const long blocks = ceil_div(m, kMatmulRows), panels = w->panels();
+    const bool wide_x = a.x_form == kWide || w->dtype == kFloat32;
+    const long most = wide_x ? larger(1, kWideValues / w->k) : kMatmulRows;
+    const long blocks = ceil_div(m, most), rows = ceil_div(m, blocks), panels = w->panels();
     const long wanted = ceil_div(pool_threads() * kTasksPerThread, blocks);
     const long pieces = smaller(panels, wanted);
     struct Job {
         const Matmul& a;
-        long panels, pieces;
-    } job{a, panels, pieces};
+        long rows, panels, pieces;
+    } job{a, rows, panels, pieces};
     run_tasks(
         blocks * pieces,
         [](const void* data, long i) {
             const Job& j = *static_cast<const Job*>(data);
-            const long piece = i % j.pieces, row = i / j.pieces * kMatmulRows;
+            const long piece = i % j.pieces, row = i / j.pieces * j.rows;
             active->matmul(j.a, j.panels * piece / j.pieces, j.panels * (piece + 1) / j.pieces, row,
-                           smaller(row + kMatmulRows, j.a.m));
+                           smaller(row + j.rows, j.a.m));
         },
         &job);
 }

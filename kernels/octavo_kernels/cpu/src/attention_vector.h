@@ -35,8 +35,7 @@ static inline void score_group(const float* q, long stride, const bf16* keys, lo
         for (int v = 0; v < kGroupVecs; v++) even[m][v] = odd[m][v] = zero();
     for (long d = 0; d < dim; d += 2, keys += 2 * kGroup)
         for (int v = 0; v < kGroupVecs; v++) {
-            Vec first, second;
-            load_pairs(keys + v * kWidth * 2, first, second);
+            const Vec first = load_first(keys + v * kWidth * 2), second = load_second(keys + v * kWidth * 2);
             for (int m = 0; m < M; m++) {
                 even[m][v] = fma(first, set1(q[m * stride + d]), even[m][v]);
                 odd[m][v] = fma(second, set1(q[m * stride + d + 1]), odd[m][v]);
@@ -73,8 +72,7 @@ static inline void weigh_slice(const Tile<bf16>& t, long slice, const float* p, 
         const bf16* values = t.values[g] + 2 * slice;
         for (long token = g * kGroup; token < (g + 1) * kGroup; token += 2, values += 2 * t.padded_dim)
             for (int v = 0; v < kPanelVecs; v++) {
-                Vec first, second;
-                load_pairs(values + v * kWidth * 2, first, second);
+                const Vec first = load_first(values + v * kWidth * 2), second = load_second(values + v * kWidth * 2);
                 for (int m = 0; m < M; m++) {
                     acc[m][v] = fma(first, set1(p[m * kChunk + token]), acc[m][v]);
                     acc[m][v] = fma(second, set1(p[m * kChunk + token + 1]), acc[m][v]);

@@ -1,110 +1,131 @@
 #include "matmul.h"
 
+#include <utility>
+
 #include "epilogue.h"
 
 namespace octavo {
 namespace OCTAVO_ISA {
 namespace {
 
-// Rows whose sums stay in registers together.
-constexpr int kFewRows = kWidth == 16 ? 8 : 3;
+constexpr int kHalfVecs = kHalfPanel / kWidth;
+constexpr long kLine = 64;
+// Rows whose sums stay in registers together, and up to how many of them with all columns of a panel; more take one half
+// of the panel after the other.
+constexpr int kMaxRows = kWidth == 16 ? 8 : 6;
+constexpr int kWholeRows = kWidth == 16 ? 8 : 2;
 
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p) + kPrefetchBytes, _MM_HINT_T0); }
+// Weights to ask for while others are multiplied: so many cache lines with each kTileK values of k.
+struct Ahead {
+    const char *next, *end;
+    long lines;
 
-// Each sum runs over k in order in one accumulator, whatever the number of rows: a row's result in float32 does not
-// depend on the batch it is in.
-template <int M, bool kStream>
-void multiply(const float* x, long stride, const float* w, long k, float* sums) {
-    Vec acc[M][kPanelVecs];
-    for (int m = 0; m < M; m++)
-        for (int v = 0; v < kPanelVecs; v++) acc[m][v] = zero();
-    for (long i = 0; i < k; i++, w += kPanel) {
-        if (kStream) {
-            prefetch(w);
-            prefetch(w + 16);
-        }
-        Vec column[kPanelVecs];
-        for (int v = 0; v < kPanelVecs; v++) column[v] = load(w + v * kWidth);
+    inline void ask() {
+        for (long i = 0; i < lines && next < end; i++, next += kLine) _mm_prefetch(next, _MM_HINT_T0);
+    }
+};
+
+// Sums of M rows with V vectors of columns. Each runs over k in order in one accumulator, whatever M and V: a row's result
+// does not depend on the batch it is in.
+template <int M, int V>
+struct Sums {
+    Vec of[M][V];
+
+    inline void clear() {
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < V; v++) of[m][v] = zero();
+    }
+    inline void add(const Vec (&columns)[V], const float* x, long stride) {
         for (int m = 0; m < M; m++) {
-            const Vec value = set1(x[m * stride + i]);
-            for (int v = 0; v < kPanelVecs; v++) acc[m][v] = fma(column[v], value, acc[m][v]);
+            const Vec value = set1(x[m * stride]);
+            for (int v = 0; v < V; v++) of[m][v] = fma(columns[v], value, of[m][v]);
         }
     }
-    for (int m = 0; m < M; m++)
-        for (int v = 0; v < kPanelVecs; v++) store(sums + m * kPanel + v * kWidth, acc[m][v]);
-}
-
-template <int M, bool kStream>
-void multiply(const float* x, long stride, const bf16* w, long k, float* sums) {
-    constexpr int kChains = M <= 2 ? 2 : 1;    // few rows have too few independent sums to hide the latency of fma
-    constexpr int kTileVecs = kHalfPanel / kWidth;
-    Vec acc[M][kPanelVecs][kChains];
-    for (int m = 0; m < M; m++)
-        for (int v = 0; v < kPanelVecs; v++)
-            for (int c = 0; c < kChains; c++) acc[m][v][c] = zero();
-    for (long i = 0; i < k; i += kTileK, w += kTileK * kPanel) {
-#pragma GCC unroll 4
-        for (long pair = 0; pair < kTileK / 2; pair++) {
-            const bf16* row = w + pair * kHalfPanel * 2;
-            if (kStream) {
-                prefetch(row);
-                prefetch(row + kTileK * kHalfPanel);
-            }
-            Vec first[kPanelVecs], second[kPanelVecs];
-            for (int v = 0; v < kPanelVecs; v++) {
-                const bf16* tile = row + (v / kTileVecs) * kTileK * kHalfPanel;
-                load_pairs(tile + (v % kTileVecs) * kWidth * 2, first[v], second[v]);
-            }
-            for (int m = 0; m < M; m++) {
-                const Vec even = set1(x[m * stride + i + 2 * pair]);
-                const Vec odd = set1(x[m * stride + i + 2 * pair + 1]);
-                for (int v = 0; v < kPanelVecs; v++) {
-                    acc[m][v][0] = fma(first[v], even, acc[m][v][0]);
-                    acc[m][v][kChains - 1] = fma(second[v], odd, acc[m][v][kChains - 1]);
-                }
-            }
-        }
+    inline void save(float* sums) const {
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < V; v++) store(sums + m * kPanel + v * kWidth, of[m][v]);
     }
-    for (int m = 0; m < M; m++)
-        for (int v = 0; v < kPanelVecs; v++) {
-            const Vec total = kChains == 2 ? add(acc[m][v][0], acc[m][v][1]) : acc[m][v][0];
-            store(sums + m * kPanel + v * kWidth, total);
-        }
+};
+
+// Where vector v of a panel's columns begins.
+inline const float* columns_of(const float* panel, int v) { return panel + v * kWidth; }
+inline const bf16* columns_of(const bf16* panel, int v) {
+    return panel + v / kHalfVecs * kTileK * kHalfPanel + v % kHalfVecs * kWidth * 2;
 }
 
-template <class W, bool kStream>
-void multiply_rows(long rows, const float* x, long stride, const W* w, long k, float* sums) {
-    switch (rows) {
-        case 1: return multiply<1, kStream>(x, stride, w, k, sums);
-        case 2: return multiply<2, kStream>(x, stride, w, k, sums);
-#if defined(__AVX512F__)
-        case 3: return multiply<3, kStream>(x, stride, w, k, sums);
-        case 4: return multiply<4, kStream>(x, stride, w, k, sums);
-        case 5: return multiply<5, kStream>(x, stride, w, k, sums);
-        case 6: return multiply<6, kStream>(x, stride, w, k, sums);
-        case 7: return multiply<7, kStream>(x, stride, w, k, sums);
-#endif
-        default: return multiply<kFewRows, kStream>(x, stride, w, k, sums);
+// The next `count` <= kTileK values of k.
+template <int M, int V>
+inline void multiply_tile(const float* x, long stride, const float* w, long count, Sums<M, V>& sums) {
+    for (long i = 0; i < count; i++, w += kPanel) {
+        Vec columns[V];
+        for (int v = 0; v < V; v++) columns[v] = load(columns_of(w, v));
+        sums.add(columns, x + i, stride);
     }
 }
 
+// kTileK values of k, behind the last zeros. Both values of a pair are taken from memory on their own: in registers there
+// is room for one.
+template <int M, int V>
+inline void multiply_tile(const float* x, long stride, const bf16* w, long, Sums<M, V>& sums) {
+    for (long i = 0; i < kTileK; i += 2, w += 2 * kHalfPanel) {
+        Vec columns[V];
+        for (int v = 0; v < V; v++) columns[v] = load_first(columns_of(w, v));
+        sums.add(columns, x + i, stride);
+        for (int v = 0; v < V; v++) columns[v] = load_second(columns_of(w, v));
+        sums.add(columns, x + i + 1, stride);
+    }
+}
+
+template <int M, class W>
+void multiply(const float* x, long stride, const W* w, long k, Ahead ahead, float* sums) {
+    constexpr int kVecs = M <= kWholeRows ? kPanelVecs : kHalfVecs;
+    for (int v = 0; v < kPanelVecs; v += kVecs) {
+        const W* tile = columns_of(w, v);
+        Sums<M, kVecs> part;
+        part.clear();
+        for (long i = 0; i < k; i += kTileK, tile += kTileK * kPanel) {
+            ahead.ask();
+            multiply_tile(x + i, stride, tile, smaller(kTileK, k - i), part);
+        }
+        part.save(sums + v * kWidth);
+    }
+}
+
+template <class W, int... M>
+void multiply_rows(long rows, const float* x, long stride, const W* w, long k, Ahead ahead, float* sums,
+                   std::integer_sequence<int, M...>) {
+    using Multiply = void (*)(const float*, long, const W*, long, Ahead, float*);
+    static constexpr Multiply kByRows[] = {multiply<M + 1, W>...};
+    kByRows[rows - 1](x, stride, w, k, ahead, sums);
+}
+
+// Panels that are read once are asked for a little ahead of their use. Where rows come in several blocks, the first panel
+// is too; each further one while that before it is multiplied, a share with each block, so that memory never waits.
 template <class W>
 void wide_matmul(const Matmul& a, long p0, long p1, long r0, long r1) {
     const float* x = static_cast<const float*>(a.x);
-    const long stride = a.x_stride;
-    alignas(64) float sums[kFewRows * kPanel];
-    for (long p = p0; p < p1; p++) {
-        const W* w = static_cast<const W*>(a.weight.data) + p * a.weight.panel_elements();
-        for (long r = r0; r < r1; r += kFewRows) {
-            const long rows = smaller(kFewRows, r1 - r);
-            if (r == r0 && r1 - r0 <= kStreamRows) multiply_rows<W, true>(rows, x + r * stride, stride, w, a.weight.k, sums);
-            else multiply_rows<W, false>(rows, x + r * stride, stride, w, a.weight.k, sums);
-            finish(a, sums, p, r, rows);
+    const long stride = a.x_stride, rows = r1 - r0, blocks = ceil_div(rows, kMaxRows);
+    const long passes = rows <= kWholeRows ? 1 : blocks * kPanelVecs / kHalfVecs;
+    const long elements = a.weight.panel_elements(), tile_lines = kTileK * kPanel * sizeof(W) / kLine;
+    const W* weights = static_cast<const W*>(a.weight.data);
+    const char* end = reinterpret_cast<const char*>(weights + p1 * elements);
+    alignas(64) float sums[kMaxRows * kPanel];
+    for (long p = p0; p < p1; p++)
+        for (long b = 0; b < blocks; b++) {
+            const W* w = weights + p * elements;
+            const long first = r0 + rows * b / blocks, count = r0 + rows * (b + 1) / blocks - first;
+            Ahead ahead{reinterpret_cast<const char*>(w) + kPrefetchBytes, end, tile_lines};
+            if (passes > 1 && (p > p0 || b > 0))
+                ahead = {reinterpret_cast<const char*>(w + elements + elements * b / blocks), end, ceil_div(tile_lines, passes)};
+            multiply_rows(count, x + first * stride, stride, w, a.weight.k, ahead, sums,
+                          std::make_integer_sequence<int, kMaxRows>());
+            finish(a, sums, p, first, count);
         }
-    }
 }
 
 #if defined(__AVX512F__)
+
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p) + kPrefetchBytes, _MM_HINT_T0); }
 
 // Products of bfloat16 pairs, summed in float32 by vdpbf16ps. x holds whole tiles of k.
 template <int M, bool kStream>

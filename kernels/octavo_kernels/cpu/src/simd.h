@@ -45,11 +45,10 @@ static inline Vec load(const bf16* p) {
 static inline void store(bf16* p, Vec v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
 }
-// Pairs of bfloat16: the first of each, and the second.
-static inline void load_pairs(const bf16* p, Vec& first, Vec& second) {
-    const __m512i bits = _mm512_loadu_si512(p);
-    first = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-    second = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(int(0xffff0000))));
+// Of pairs of bfloat16, the first of each, or the second.
+static inline Vec load_first(const bf16* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
+static inline Vec load_second(const bf16* p) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000))));
 }
 // e^x to about 1 ulp; 0 below the range of normal numbers (so also for -infinity).
 static inline Vec exp(Vec x) {
@@ -113,10 +112,12 @@ static inline void store(bf16* p, Vec v) {
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
 }
-static inline void load_pairs(const bf16* p, Vec& first, Vec& second) {
+static inline Vec load_first(const bf16* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16));
+}
+static inline Vec load_second(const bf16* p) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    first = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
-    second = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(int(0xffff0000))));
+    return _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(int(0xffff0000))));
 }
 static inline Vec exp(Vec x) {
     const Vec vanishes = _mm256_cmp_ps(x, set1(-87.33f), _CMP_LT_OQ);
