@@ -54,11 +54,11 @@ class GrammarMatcher:
 
         Raises ``RuleFault`` when the grammar is too complex to go on here.
         """
-        mask = np.zeros(vocab_size, dtype=np.bool_)
+        mask: NDArray[np.bool_] = np.zeros(vocab_size, dtype=np.bool_)
         if self._ended:
             mask[list(self._eos)] = True
             return mask
-        words = np.zeros(-(-self._vocab_size // 32), dtype=np.uint32)
+        words: NDArray[np.uint32] = np.zeros(-(-self._vocab_size // 32), dtype=np.uint32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
             raise RuleFault(f"the grammar cannot go on: {self._matcher.get_error()}")

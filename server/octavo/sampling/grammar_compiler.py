@@ -189,8 +189,10 @@ def _grammar(form: str, value: Any) -> str:
                 raise ValueError(f"neither GBNF nor Lark: {error}") from error
             grammar = LLMatcher.grammar_from_lark(lark)
         case _:
-            options = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": WHITESPACE}
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=options)
+            grammar = LLMatcher.grammar_from_json_schema(
+                json.dumps(value),
+                overrides={"lenient": False, "coerce_one_of": False, "whitespace_pattern": WHITESPACE},
+            )
     text: str = grammar
     return text
 

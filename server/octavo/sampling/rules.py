@@ -59,7 +59,7 @@ class _Counts:
     def __init__(self, prompt: Sequence[int]) -> None:
         self.length = len(prompt)
         self._ids = np.unique(np.array(prompt, dtype=np.int64))
-        self._output = np.zeros(len(self._ids), dtype=np.float32)
+        self._output: Row = np.zeros(len(self._ids), dtype=np.float32)
         self._places = {token: place for place, token in enumerate(self._ids.tolist())}
 
     def add(self, tokens: Sequence[int]) -> None:
