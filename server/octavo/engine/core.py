@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -97,6 +98,7 @@ class EngineCore:
         self._rejected: list[tuple[list[str], OctavoError]] = []
         self._ended: list[EngineOutput] = []  # outputs of aborted requests, given out with the next step
         self._runner = ThreadPoolExecutor(1, "executor") if config.async_scheduling else None
+        self._begun = threading.Event()
         self._running: tuple[StepPlan, Future[StepResult]] | None = None
         self._publisher = EventPublisher(events, config.host, rank) if events and publishes else None
         if self._publisher is not None:
@@ -232,7 +234,13 @@ class EngineCore:
                 raise fault
             outputs += self._update(plan, done.result())
         if (following := self._scheduler.schedule()) is not None:
-            self._running = following, runner.submit(self._executor.execute, following)
+            self._running = following, runner.submit(self._execute, following)
+            self._begun.wait()  # else the step only begins when this thread next lets go of the interpreter
+            self._begun.clear()
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        self._begun.set()
+        return self._executor.execute(plan)
 
     def _update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
         outputs = self._scheduler.update(plan, result)
