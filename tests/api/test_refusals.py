@@ -102,6 +102,7 @@ def test_a_known_field_that_is_not_supported_is_refused(fast: Any, path: str, fi
         },
         {"response_format": {"type": "text"}, "echo": False, "bad_words": [], "priority": 0, "user": "me"},
         {"use_beam_search": False, "length_penalty": 1.0, "structured_outputs": None, "min_tokens": 0},
+        {"structured_outputs": {"regex": "a", "json": None, "structural_tag": None}},
         {"n": 1.0, "top_k": -1, "spaces_between_special_tokens": True, "include_reasoning": True},
     ],
 )

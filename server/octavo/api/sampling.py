@@ -9,7 +9,6 @@ from octavo.core.sampling_params import MAX_LOGPROBS, SamplingParams, Structured
 from octavo.errors import InvalidRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's completions; a chat may fill the context
-_FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def sampling_params(fields: Fields, defaults: SamplingParams, chat: bool) -> SamplingParams:
@@ -64,13 +63,14 @@ def structured_outputs(fields: Fields) -> tuple[StructuredOutputs | None, str]:
         raise InvalidRequest(
             "structured_outputs and response_format are both given: choose one", param="structured_outputs"
         )
-    if unknown := [name for name, value in asked.items() if name not in _FORMS and value is not None]:
+    forms_known = StructuredOutputs.__struct_fields__
+    if unknown := [name for name, value in asked.items() if name not in forms_known and value is not None]:
         raise InvalidRequest(
-            f"structured_outputs.{unknown[0]} is not supported: give one of {', '.join(_FORMS)}",
+            f"structured_outputs.{unknown[0]} is not supported: give one of {', '.join(forms_known)}",
             param="structured_outputs",
             code="unsupported_parameter",
         )
-    return StructuredOutputs(**asked), "structured_outputs"
+    return StructuredOutputs(**{name: asked.get(name) for name in forms_known}), "structured_outputs"
 
 
 def _response_format(fields: Fields) -> tuple[StructuredOutputs | None, str]:
