@@ -13,6 +13,10 @@ COMMANDS = {
     "up": ("octavo_operator.local.cli:main", "run an InferenceService manifest on this machine"),
     "router": ("octavo_router.cli:main", "route requests to engines by prefix and load"),
     "operator": ("octavo_operator.cli:main", "reconcile InferenceServices in a cluster"),
+    "chat": ("octavo.client.chat:main", "talk with a model in the terminal"),
+    "complete": ("octavo.client.complete:main", "continue a text"),
+    "run-batch": ("octavo.client.batch:main", "answer a file of requests in OpenAI's batch format"),
+    "bench": ("octavo.client.bench.cli:main", "load on an endpoint, and what its users would see"),
     "simulate": ("octavo.simulate.cli:main", "what the engine would do, on simulated time"),
     "fetch": ("octavo.fetch:main", "bring a model to a folder"),
 }
@@ -22,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. A user's mistake ends with one line on stderr and 2, a known failure with 1."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
-        lines = [f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items()]
+        lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
         print("usage: octavo COMMAND ...\n", *lines, sep="\n")
         return 0 if args else 2
     if args[0] == "--version":

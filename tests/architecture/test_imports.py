@@ -20,6 +20,7 @@ LIGHT = (
     "octavo.config",
     "octavo.fetch",
     "octavo.api_keys",
+    "octavo.client",
     "octavo_router",
     "octavo_operator",
 )
@@ -49,11 +50,14 @@ MAY_IMPORT = {
     "octavo.engine": ENGINE,
     "octavo.llm": ENGINE | {"octavo.llm"},
     "octavo.api": ENGINE | {"octavo.api", "octavo.api_keys"},
-    "octavo.simulate": CORE | {"octavo.simulate"},
+    "octavo.client": BASE | {"octavo.figures", "octavo.child_process", "octavo.client"},
+    "octavo.figures": {"octavo.errors"},
+    "octavo.child_process": set(),
+    "octavo.simulate": CORE | {"octavo.figures", "octavo.simulate"},
     "octavo.cli": {"octavo", "octavo.errors"},
     "octavo": {"octavo.core", "octavo.llm"},
     "octavo_router": PROMPT | {"octavo_router", "octavo.api_keys"},
-    "octavo_operator": {"octavo.errors", "octavo.config", "octavo_operator"},
+    "octavo_operator": {"octavo.errors", "octavo.config", "octavo.child_process", "octavo_operator"},
 }
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from octavo_operator.local.machine import free_ports
+from octavo.child_process import free_ports
 from octavo_operator.local.plan import EngineSpec, Replica
 from octavo_operator.local.supervised import Say, Supervised, probe, probes
 

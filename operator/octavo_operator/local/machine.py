@@ -22,18 +22,6 @@ def cores() -> int:
     return max(1, min(allowed, math.ceil(int(quota) / int(period)))) if quota.isdigit() else allowed
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
-
-
 def refuse_taken(port: int) -> None:
     """Raise ``ConfigError`` when nothing could listen on ``port``."""
     with socket.socket() as probe:

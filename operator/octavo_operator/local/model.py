@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from octavo.child_process import die_with_parent, octavo_command
 from octavo.errors import ConfigError, ModelLoadError
-from octavo_operator.local.process import die_with_parent, octavo_command
 
 _LONGEST_LINE = 2**20  # bytes: a download may say much before it ends its line
 

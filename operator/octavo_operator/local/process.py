@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1  # prctl(2): the signal a child gets when its parent dies
+from octavo.child_process import die_with_parent, octavo_command
+
 _TAIL_BYTES = 8192  # enough for the last lines of a log
 
 
@@ -72,24 +71,6 @@ class Child:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
         return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
-
-
-def octavo_command(args: Sequence[str]) -> list[str]:
-    """The command line of ``octavo ARGS`` in this very installation."""
-    return [sys.executable, "-m", "octavo.cli", *args]
-
-
-def die_with_parent() -> Callable[[], None]:
-    """A hook for the child, between fork and exec: the kernel kills it when we die, however we die."""
-    parent = os.getpid()
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def hook() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # we died before the call
-            os._exit(1)
-
-    return hook
 
 
 def describe_exit(status: int) -> str:

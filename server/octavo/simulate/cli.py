@@ -15,6 +15,7 @@ from pathlib import Path
 from octavo.config import CommandParser
 from octavo.core.scheduler import SchedulerSettings
 from octavo.errors import ConfigError
+from octavo.figures import text
 from octavo.simulate import paper, report
 from octavo.simulate.costs import Machine
 from octavo.simulate.lengths import PAPER, WORKLOADS
@@ -111,7 +112,7 @@ def _trace(args: argparse.Namespace) -> int:
         run = replay(arrivals, settings, machine)
         runs[size] = report.figures(run)
         if not args.sweep:
-            print(report.text(runs[size]))
+            print(text(runs[size]))
             if args.plot:
                 report.plot(run, args.plot)
     if args.sweep:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import ConfigError
+from octavo.figures import picture, save, spread
 from octavo.simulate.replay import Replay
-
-
-def percentile(values: list[float], share: float) -> float:
-    """The smallest value that at least ``share`` of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * share) - 1)]
 
 
 def figures(run: Replay) -> dict[str, Any]:
@@ -31,8 +24,8 @@ def figures(run: Replay) -> dict[str, Any]:
         "requests_per_s": len(run.served) / seconds,
         "output_tokens_per_s": output / seconds,
         "total_tokens_per_s": (prompt + output) / seconds,
-        "ttft_s": _spread(ttft),
-        "normalised_latency_s_per_token": _spread(latency),
+        "ttft_s": spread(ttft),
+        "normalised_latency_s_per_token": spread(latency),
         "preemptions": run.samples[-1].preemptions if run.samples else 0,
         "cached_prompt_share": sum(one.cached_tokens for one in run.served) / max(1, prompt),
         "kv_usage_mean": sum(usage) / max(1, len(usage)),
@@ -45,29 +38,9 @@ def figures(run: Replay) -> dict[str, Any]:
     }
 
 
-def _spread(values: list[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    return {
-        "mean": sum(values) / len(values),
-        **{name: percentile(values, share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
-    }
-
-
-def text(values: dict[str, Any]) -> str:
-    """The figures as a table of two columns."""
-    return "\n".join(f"{name:<32} {_shown(value)}" for name, value in values.items())
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return "  ".join(f"{name} {_shown(one)}" for name, one in value.items())
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def plot(run: Replay, path: Path) -> None:
     """Draw the run over time into a PNG: sequences, blocks in use, tokens made, time to first token."""
-    figure, axes = _figure(2, 2)
+    figure, axes = picture(2, 2)
     times = [sample.time for sample in run.samples]
     axes[0][0].plot(times, [sample.running for sample in run.samples], label="running")
     axes[0][0].plot(times, [sample.waiting for sample in run.samples], label="waiting")
@@ -84,12 +57,12 @@ def plot(run: Replay, path: Path) -> None:
     axes[1][1].set_ylabel("time to first token, s")
     for axis in axes.flat:
         axis.set_xlabel("time, s")
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_sweep(runs: dict[int, dict[str, Any]], path: Path) -> None:
     """Draw a sweep over block sizes: latency, and how much of the memory in use holds tokens."""
-    figure, axes = _figure(1, 2)
+    figure, axes = picture(1, 2)
     sizes = list(runs)
     latency = [run["normalised_latency_s_per_token"]["mean"] for run in runs.values()]
     axes[0].plot(sizes, latency, marker="o")
@@ -99,22 +72,4 @@ def plot_sweep(runs: dict[int, dict[str, Any]], path: Path) -> None:
     for axis in axes:
         axis.set_xscale("log", base=2)
         axis.set_xlabel("block size, tokens")
-    _save(figure, path)
-
-
-def _figure(rows: int, columns: int) -> tuple[Any, Any]:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("a plot needs matplotlib: pip install 'octavo[simulate]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot.subplots(rows, columns, figsize=(5.5 * columns, 3.5 * rows), layout="constrained")
-
-
-def _save(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the plot cannot be written to {path}: {error}") from error
+    save(figure, path)

@@ -1,0 +1,59 @@
+"""An `octavo` command in a terminal of its own, as a person has it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import sys
+import time
+
+_WITHIN_S = 60.0
+
+
+class Terminal:
+    """Types into the command and reads its screen; a context manager that ends it."""
+
+    def __init__(self, *args: str) -> None:
+        self._pid, self._fd = pty.fork()
+        if self._pid == 0:
+            os.environ["TERM"] = "dumb"
+            os.execv(sys.executable, [sys.executable, "-m", "octavo.cli", *args])
+        self.screen = ""
+        self._seen = 0
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pid:
+            os.kill(self._pid, 9)
+            os.waitpid(self._pid, 0)
+        os.close(self._fd)
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def wait_for(self, text: str) -> None:
+        """Read until ``text`` stands behind what was waited for before."""
+        until = time.monotonic() + _WITHIN_S
+        while (at := self.screen.find(text, self._seen)) < 0:
+            assert time.monotonic() < until and self._read(), f"no {text!r} in {self.screen!r}"
+        self._seen = at + len(text)
+
+    def end(self) -> int:
+        """The exit status, once it has ended."""
+        while self._read():
+            continue
+        _, status = os.waitpid(self._pid, 0)
+        self._pid = 0
+        return os.waitstatus_to_exitcode(status)
+
+    def _read(self) -> bool:
+        try:
+            ready, _, _ = select.select([self._fd], [], [], _WITHIN_S)
+            data = os.read(self._fd, 4096) if ready else b""
+        except OSError:  # EIO: the command closed its end
+            return False
+        self.screen += data.decode(errors="replace")
+        return bool(data)
