@@ -21,6 +21,8 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 SPECULATIVE_METHODS = ("ngram", "draft_model")
 MAX_DRAFTS = 64  # tokens guessed at a time, or matched
+POLICIES = ("fcfs", "priority")
+PREEMPTION_MODES = ("auto", "recompute", "swap")
 HASH_ALGOS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*(|k|M|G|T|Ki|Mi|Gi|Ti)B?$")
 _UNIT = {
@@ -203,7 +205,17 @@ class EngineConfig:
     enable_chunked_prefill: bool = _setting(True, "cut long prompts so that running streams keep their pace")
     max_num_seqs: int = _setting(256, "sequences in one step", low=1)
     max_num_batched_tokens: int = _setting(2048, "tokens in one step", low=1)
+    scheduling_policy: str = _setting(
+        "fcfs", "who is served first: by arrival, or by the requests' own priority", choices=POLICIES
+    )
+    long_prefill_token_threshold: int = _setting(
+        0, "a prompt with more tokens left shares a step with others; 0: a quarter of a step", low=0
+    )
+    preemption_mode: str = _setting(
+        "auto", "how a sequence gives up its blocks; auto: the cheaper way", choices=PREEMPTION_MODES
+    )
     max_queue: int = _setting(1024, "requests that may wait; one more gets 429", low=1)
+    max_queue_tokens: int = _setting(0, "tokens that may wait; 0: no limit but max-queue", low=0)
     async_scheduling: bool = _setting(True, "plan the next step while one runs")
     kv_events_config: KVEventsConfig | None = _setting(
         None, "publish KV events; JSON with vLLM's fields, {} for the defaults", parse=KVEventsConfig.of,

@@ -56,6 +56,12 @@ class QueueFull(OctavoError):
         self.retry_after_s = retry_after_s
 
 
+class DeadlineExceeded(QueueFull):
+    """The request could not start before its deadline; come back after ``retry_after_s`` seconds."""
+
+    code = "deadline_exceeded"
+
+
 class Unavailable(OctavoError):
     """Loading, draining or dead: another replica, or a later try, can answer."""
 

@@ -221,7 +221,7 @@ class _Job:
             for sample in range(self.samples)
         ]
         try:
-            engine.check(self.requests[0])
+            engine.check(self.requests)
         except InvalidRequest as error:
             raise type(error)(f"prompts[{index}]: {error.message}", param=error.param) from error
 

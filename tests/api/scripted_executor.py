@@ -34,6 +34,8 @@ class ScriptedExecutor:
             max_model_len=length,
             vocab_size=json.loads((path / "config.json").read_text())["vocab_size"],
             num_blocks=num_blocks,
+            block_bytes=1 << 16,
+            num_host_blocks=0,
             eos_token_ids=[EOS],
             kv={"groups": [{"kind": "full"}]},
         )
@@ -60,12 +62,12 @@ class ScriptedExecutor:
             os.kill(os.getpid(), signal.SIGKILL)
         if not row.samples:
             return RowResult(row.request_id, [])
-        ranked = self._ranked(row.token_ids[-1], row.samples[0])
+        ranked = [self._ranked(row.token_ids[-1], sample) for sample in row.samples]
         logprobs = None
-        if row.samples[0].logprobs is not None:
-            top = [(token, -0.5 - rank) for rank, token in enumerate(ranked)]
-            logprobs = [TokenLogprobs(-0.5, 1, top[: row.samples[0].logprobs])]
-        return RowResult(row.request_id, [ranked[0]], logprobs)
+        if (wanted := row.samples[0].logprobs) is not None:
+            tops = [[(token, -0.5 - rank) for rank, token in enumerate(each)] for each in ranked]
+            logprobs = [TokenLogprobs(-0.5, 1, top[:wanted]) for top in tops]
+        return RowResult(row.request_id, [each[0] for each in ranked], logprobs)
 
     def _ranked(self, last, sample):
         drawn = (sample.seed, sample.sample_index) if sample.temperature else ()

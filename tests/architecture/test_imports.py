@@ -33,7 +33,7 @@ KERNELS = {"octavo_kernels"}
 LAYERS = CORE | KERNELS | {"octavo.layers"}
 MODELS = LAYERS | {"octavo.models", "octavo.gguf_file"}
 WORKER = MODELS | PROMPT | {"octavo.worker", "octavo.sampling"}  # grammars are built over the tokenizer
-ENGINE = WORKER | {"octavo.engine", "octavo.fetch"}
+ENGINE = WORKER | {"octavo.engine", "octavo.fetch", "octavo.speculative"}
 MAY_IMPORT = {
     "octavo_kernels": KERNELS,
     "octavo.errors": set(),
@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "octavo.models": MODELS,
     "octavo.sampling": CORE | KERNELS | {"octavo.sampling"},
     "octavo.worker": WORKER | {"octavo.engine.executor"},  # the Protocol that it fulfils
+    "octavo.speculative": CORE | {"octavo.speculative"},
     "octavo.engine": ENGINE,
     "octavo.llm": ENGINE | {"octavo.llm"},
     "octavo.api": ENGINE | {"octavo.api", "octavo.api_keys"},

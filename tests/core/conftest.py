@@ -1,89 +1,15 @@
-"""A model without arithmetic: its KV cache holds the tokens themselves, so a wrong block shows at once."""
+"""A scheduler beside its simulated executor, driven by hand."""
 
 from __future__ import annotations
 
 import pytest
+from core.token_model import TokenExecutor
 
 from octavo.core.kv_layout import KVSpec
 from octavo.core.outputs import EngineRequest
-from octavo.core.plan import RowResult, StepPlan, StepResult
 from octavo.core.sampling_params import SamplingParams
-from octavo.core.scheduler import Scheduler, SchedulerSettings
-
-
-class TokenExecutor:
-    """Executes plans over a simulated cache: each slot holds a digest of the whole prefix up to its token.
-
-    The next token of a row is a pure function of all tokens before it. Reading a slot that does not hold
-    just this prefix fails: a block was shared wrongly, freed too early or never written. ``sequences`` maps
-    request ids to the tokens that each truly has.
-    """
-
-    def __init__(self, vocab_size: int, num_blocks: int, block_size: int, num_groups: int = 1) -> None:
-        self.vocab_size, self.block_size = vocab_size, block_size
-        self.slots = [[0] * (num_blocks * block_size) for _ in range(num_groups)]
-        self.sequences: dict[str, list[int]] = {}
-        self.digests: dict[str, list[int]] = {}
-        self.faulty: set[str] = set()
-        self.plans: list[StepPlan] = []
-
-    def start(self, name: str, tokens: list[int]) -> None:
-        self.sequences[name], self.digests[name] = list(tokens), []
-        self._digest(name)
-
-    def _digest(self, name: str) -> None:
-        digests, tokens = self.digests[name], self.sequences[name]
-        for token in tokens[len(digests) :]:
-            digests.append(self.extend(digests[-1] if digests else 1, token))
-
-    @staticmethod
-    def extend(digest: int, token: int) -> int:
-        return (digest * 6364136223846793005 + token * 2654435761 + 1442695040888963407) % 2**61
-
-    def next_token(self, digest: int) -> int:
-        return (digest >> 20) % self.vocab_size
-
-    def alone(self, prompt: list[int], max_tokens: int, eos=()) -> list[int]:
-        """What a request gives when nothing else exists."""
-        digest, out = 1, []
-        for token in prompt:
-            digest = self.extend(digest, token)
-        while len(out) < max_tokens and not (out and out[-1] in eos):
-            out.append(self.next_token(digest))
-            digest = self.extend(digest, out[-1])
-        return out
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        self.plans.append(plan)
-        for row in plan.rows:
-            truth, digests = self.sequences[row.request_id], self.digests[row.request_id]
-            assert row.token_ids, "a row computes something"
-            assert truth[row.start : row.start + len(row.token_ids)] == row.token_ids
-            for group, table in enumerate(row.block_tables):
-                for position in range(row.start, row.start + len(row.token_ids)):
-                    self.slots[group][self._slot(table, position)] = digests[position]
-        return StepResult(plan.step, [self._row(row) for row in plan.rows])
-
-    def _slot(self, table: list[int], position: int) -> int:
-        return table[position // self.block_size] * self.block_size + position % self.block_size
-
-    def _row(self, row) -> RowResult:
-        name, end = row.request_id, row.start + len(row.token_ids)
-        truth, digests = self.sequences[name], self.digests[name]
-        for group, table in enumerate(row.block_tables):
-            for position in range(end):
-                assert self.slots[group][self._slot(table, position)] == digests[position], (
-                    f"{name} reads another prefix at position {position} of group {group}"
-                )
-        if not row.samples:
-            return RowResult(name, [])
-        assert row.samples[0].position == end == len(truth)
-        if name in self.faulty:
-            return RowResult(name, [], error="logits are NaN")
-        token = self.next_token(digests[-1])
-        truth.append(token)
-        self._digest(name)
-        return RowResult(name, [token])
+from octavo.core.scheduler import Scheduler
+from octavo.core.settings import SchedulerSettings
 
 
 class Clock:
@@ -100,47 +26,76 @@ class Clock:
 class Bench:
     """A scheduler and its simulated executor."""
 
-    def __init__(self, num_blocks=40, eos=(), groups=1, executor=None, **settings) -> None:
+    def __init__(
+        self, num_blocks=40, eos=(), groups=1, executor=None, specs=None, host=0, offload=False,
+        make_proposer=None, **settings,
+    ) -> None:  # fmt: skip
         values = {"max_model_len": 10_000, "vocab_size": 50, "block_size": 4, **settings}
         self.settings = SchedulerSettings(**values)
         self.clock = Clock()
+        specs = specs or [KVSpec()] * groups
         self.scheduler = Scheduler(
-            self.settings, num_blocks, list(eos), clock=self.clock, groups=[KVSpec()] * groups
+            self.settings,
+            num_blocks,
+            list(eos),
+            clock=self.clock,
+            groups=specs,
+            block_bytes=1000,
+            num_host_blocks=host,
+            offload=offload,
+            make_proposer=make_proposer,
         )
         self.executor = executor or TokenExecutor(
-            self.settings.vocab_size, num_blocks, self.settings.block_size, groups
+            self.settings.vocab_size, num_blocks, self.settings.block_size, specs, host
         )
         self.outputs: dict[str, list] = {}
 
-    def add(self, name, prompt, max_tokens=8, salt=None, prior=0, **sampling) -> None:
-        params = SamplingParams(temperature=0, seed=0, max_tokens=max_tokens, **sampling)
-        request = EngineRequest(
-            request_id=name,
-            prompt_token_ids=list(prompt),
-            sampling=params,
-            cache_salt=salt,
-            num_prior_output_tokens=prior,
-        )
-        self.scheduler.add(request)
-        self.executor.start(name, list(prompt))
-        self.outputs[name] = []
+    def add(
+        self, name, prompt, max_tokens=8, salt=None, prior=0, n=1, priority=0, timeout=None, **sampling
+    ) -> None:
+        """Queue one request; with n > 1 its samples are NAME/0, NAME/1, ..."""
+        params = SamplingParams(**{"temperature": 0, "seed": 0, "max_tokens": max_tokens, **sampling})
+        names = [name] if n == 1 else [f"{name}/{i}" for i in range(n)]
+        requests = [
+            EngineRequest(
+                request_id=each,
+                prompt_token_ids=list(prompt),
+                sampling=params,
+                sample_index=i,
+                group=name if n > 1 else None,
+                cache_salt=salt,
+                num_prior_output_tokens=prior,
+                priority=priority,
+                deadline=None if timeout is None else self.clock.now + timeout,
+            )
+            for i, each in enumerate(names)
+        ]
+        self.scheduler.add(requests)
+        for each in names:
+            self.executor.start(each, list(prompt), known=not params.use_beam_search)
+            self.outputs[each] = []
 
-    def step(self) -> bool:
-        """One step; False when there was nothing to do."""
+    def step(self, meanwhile=lambda: None) -> bool:
+        """One step; False when there was nothing to do. ``meanwhile`` is called while it runs."""
+        self.take(self.scheduler.expire())
         plan = self.scheduler.schedule()
         if plan is None:
             return False
-        for output in self.scheduler.update(plan, self.executor.execute(plan)):
-            self.outputs[output.request_id].append(output)
+        meanwhile()
+        self.take(self.scheduler.update(plan, self.executor.execute(plan)))
         return True
+
+    def take(self, outputs) -> None:
+        for output in outputs:
+            self.outputs[output.request_id].append(output)
 
     def abort(self, name) -> None:
         if output := self.scheduler.abort(name):
-            self.outputs[name].append(output)
+            self.take([output])
 
-    def run(self, limit=10_000) -> None:
+    def run(self, limit=10_000, **meanwhile) -> None:
         for _ in range(limit):
-            if not self.step():
+            if not self.step(**meanwhile):
                 assert not self.scheduler.has_requests, "requests are left but nothing is planned"
                 return
         raise AssertionError(f"not done after {limit} steps")

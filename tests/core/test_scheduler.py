@@ -230,7 +230,7 @@ def test_abort_frees_blocks_at_once_whatever_the_state(bench):
         b.add(name, [1 + len(name)] * (3 if name == "decoding" else 30))
     b.step()
     b.step()
-    assert [r.request_id for r in b.scheduler.running] == ["decoding", "prefilling"]
+    assert [group.lead.request_id for group in b.scheduler.running] == ["decoding", "prefilling"]
     for name in ("prefilling", "waiting", "decoding"):
         b.abort(name)
         assert b.reason(name) == "abort"
@@ -311,7 +311,7 @@ def test_a_malformed_request_is_refused_by_field_and_value(bench, change, param,
     sampling = SamplingParams(**{"seed": 0, "max_tokens": 4, **change.pop("sampling", {})})
     request = EngineRequest(**{"request_id": "r", "prompt_token_ids": [1, 2], "sampling": sampling, **change})
     with pytest.raises(InvalidRequest, match=text) as caught:
-        b.scheduler.add(request)
+        b.scheduler.add([request])
     assert caught.value.param == param and not b.scheduler.has_requests
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from core.token_model import TokenModel, extend
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -13,16 +14,43 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from octavo.errors import ContextLengthExceeded, QueueFull
+from octavo.core.kv_layout import KVSpec
+from octavo.core.plan import NO_BLOCK
+from octavo.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, QueueFull
 
 EOS = 49
-REQUEST = st.tuples(
-    st.integers(0, 1),  # which of two texts the prompt starts with
-    st.integers(0, 25),  # how much of it
-    st.lists(st.integers(0, 3), max_size=3),  # and what follows
-    st.integers(1, 20),  # max_tokens
-    st.sampled_from([None, None, None, "a"]),  # salt
+VOCAB = 50
+FULL, STATE = KVSpec(), KVSpec("state")
+WINDOW = KVSpec("sliding_window", 6)
+REQUEST = st.fixed_dictionaries(
+    {
+        "stem": st.integers(0, 1),  # which of two texts the prompt starts with
+        "length": st.integers(0, 25),  # how much of it
+        "tail": st.lists(st.integers(0, 3), max_size=3),  # and what follows
+        "max_tokens": st.integers(1, 20),
+        "salt": st.sampled_from([None, None, None, "a"]),
+        "n": st.sampled_from([1, 1, 1, 2, 3]),
+        "beams": st.sampled_from([False, False, True]),
+        "priority": st.integers(0, 2),
+        "timeout": st.sampled_from([None, None, None, 0.05]),
+        "prompt_logprobs": st.sampled_from([None, None, None, 2]),
+    }
 )
+
+
+class Guesser:
+    """Proposes what sample 0 draws, and now and then something wrong."""
+
+    def __init__(self) -> None:
+        self.model = TokenModel(VOCAB)
+
+    def propose(self, token_ids, limit):
+        digest, drafts = self.model.digest(token_ids), []
+        for _ in range(digest % (limit + 1)):
+            token = self.model.draw(digest, 0)
+            drafts.append(token if digest % 5 else (token + 1) % VOCAB)
+            digest = extend(digest, drafts[-1])
+        return drafts
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -37,87 +65,144 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 10) | st.integers(1, 40),
         chunked=st.sampled_from([True, True, False]),
         caching=st.sampled_from([True, True, False]),
-        groups=st.integers(1, 2),
+        specs=st.sampled_from([[FULL], [FULL], [FULL, FULL], [FULL, WINDOW], [FULL, STATE]]),
         max_queue=st.integers(1, 12),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        mode=st.sampled_from(["auto", "recompute", "swap"]),
+        host=st.sampled_from([0, 5, 40]),
+        offload=st.booleans(),
+        drafts=st.sampled_from([0, 0, 3]),
+        threshold=st.sampled_from([0, 1, 5]),
+        transfer_steps=st.integers(0, 3),
     )
-    def start(self, num_blocks, block_size, max_num_seqs, budget, chunked, caching, groups, max_queue):
+    def start(
+        self, num_blocks, block_size, max_num_seqs, budget, chunked, caching, specs, max_queue, policy, mode,
+        host, offload, drafts, threshold, transfer_steps,
+    ):  # fmt: skip
         self.bench = self.make_bench(
             num_blocks=num_blocks,
             block_size=block_size,
-            groups=groups,
+            specs=specs,
             eos=[EOS],
+            host=host,
+            offload=offload,
+            make_proposer=Guesser,
             max_model_len=max(2, 60 if chunked else budget),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max(2, budget),
             max_queue=max_queue,
             enable_chunked_prefill=chunked,
             enable_prefix_caching=caching,
+            scheduling_policy=policy,
+            preemption_mode=mode,
+            long_prefill_token_threshold=threshold,
+            num_speculative_tokens=0 if STATE in specs else drafts,
         )
+        self.bench.executor.transfer_steps = transfer_steps
         self.scheduler = self.bench.scheduler
-        self.wanted: dict[str, tuple[list[int], int]] = {}
-        self.aborted: set[str] = set()
-        self.lost: set[str] = set()
+        self.wanted: dict[str, tuple[list[int], dict]] = {}
+        self.count = 0
 
-    @rule(requests=st.lists(REQUEST, min_size=1, max_size=5))
+    @rule(requests=st.lists(REQUEST, min_size=1, max_size=4))
     def add(self, requests):
-        for stem, length, tail, max_tokens, salt in requests:
-            self.add_one([stem] + [(stem * 7 + i) % 50 for i in range(length)] + tail, max_tokens, salt)
+        for request in requests:
+            self.add_one(request)
 
-    def add_one(self, prompt, max_tokens, salt):
-        name = f"r{len(self.wanted)}"
-        need = len(prompt) + max_tokens
-        pool = self.scheduler.kv.pool.num_blocks // len(self.scheduler.kv.groups)
-        capacity = pool * self.bench.settings.block_size
-        fits = need <= self.bench.settings.max_model_len and need - 1 <= capacity
+    def add_one(self, request):
+        stem, n, max_tokens = request["stem"], request["n"], request["max_tokens"]
+        prompt = [stem] + [(stem * 7 + i) % 50 for i in range(request["length"])] + request["tail"]
+        name, self.count = f"r{self.count}", self.count + 1
+        limits, need = self.scheduler.limits, len(prompt) + max_tokens
+        blocks = limits.blocks_needed(len(prompt), need - 1, n)
+        fits = need <= limits.max_model_len and blocks <= limits.num_blocks and n <= limits.max_num_seqs
+        waits = self.scheduler.stats().waiting
         try:
-            self.bench.add(name, prompt, max_tokens, salt=salt)
-        except ContextLengthExceeded as error:
-            assert not fits and str(need) in error.message
+            self.bench.add(
+                name,
+                prompt,
+                max_tokens,
+                salt=request["salt"],
+                n=n,
+                priority=request["priority"],
+                timeout=request["timeout"],
+                prompt_logprobs=request["prompt_logprobs"],
+                use_beam_search=request["beams"] and n > 1,
+            )
+        except (ContextLengthExceeded, InvalidRequest):
+            assert not fits
+        except DeadlineExceeded:
+            assert request["timeout"]
         except QueueFull as error:
-            assert len(self.scheduler.waiting) >= self.bench.settings.max_queue and error.retry_after_s >= 1
+            assert waits + n > self.bench.settings.max_queue and error.retry_after_s >= 1
         else:
             assert fits
-            self.wanted[name] = (prompt, max_tokens)
+            for i in range(n):
+                self.wanted[name if n == 1 else f"{name}/{i}"] = (prompt, request)
 
-    @rule(steps=st.integers(1, 6))
-    def step(self, steps):
-        oldest = self.scheduler.running[:1]
+    @rule(steps=st.integers(1, 6), prepare=st.booleans())
+    def step(self, steps, prepare):
         for _ in range(steps):
-            before = oldest[0].num_computed_tokens if oldest else 0
-            had = self.scheduler.has_requests
-            assert self.bench.step() == had, "with requests there is always something to compute"
-            if oldest and not oldest[0].finished:
-                assert oldest[0].num_computed_tokens > before, "the oldest always progresses"
+            self.bench.take(self.scheduler.expire())
+            head = self.scheduler.running[0] if self.scheduler.running else None
+            decided = bool(self.scheduler.planner.rows)
+            before = self.progress(head)
+            any_left = bool(self.scheduler.roster.requests)
+            assert self.bench.step(self.scheduler.prepare if prepare else lambda: None) or not any_left
+            waits = not self.bench.executor.plans or not self.bench.executor.plans[-1].rows
+            if head in self.scheduler.running[:1] and not (
+                prepare or decided or waits or self.scheduler.kv.host.num_transfers
+            ):
+                assert self.progress(head) > before, "the first in order always progresses"
+
+    @staticmethod
+    def progress(group):
+        """Grows with every token that is computed or drawn and every sequence that ends."""
+        if group is None:
+            return ()
+        ended = sum(one.finished for one in group.requests)
+        if group.search:  # beams come and go, in each step
+            return (
+                ended,
+                len(group.search.beams[0].token_ids),
+                sum(one.drawn is not None for one in group.members),
+                sum(one.num_computed_tokens for one in group.members),
+            )
+        left = [one for one in group.requests if not one.finished]
+        return ended, sum(len(one.token_ids) + one.num_computed_tokens for one in left)
 
     @precondition(lambda self: self.wanted)
     @rule(data=st.data())
     def abort(self, data):
-        name = data.draw(st.sampled_from(sorted(self.wanted)))
-        if self.scheduler.abort(name):
-            self.aborted.add(name)
+        self.bench.abort(data.draw(st.sampled_from(sorted(self.wanted))))
 
     @precondition(lambda self: self.wanted)
-    @rule(data=st.data())
-    def abort_in_mid_step(self, data):
-        name = data.draw(st.sampled_from(sorted(self.wanted)))
-        plan = self.scheduler.schedule()
-        if self.scheduler.abort(name):
-            self.aborted.add(name)
-        if plan is not None:
-            for output in self.scheduler.update(plan, self.bench.executor.execute(plan)):
-                assert output.request_id != name or name not in self.aborted
-                self.bench.outputs[output.request_id].append(output)
+    @rule(data=st.data(), requests=st.lists(REQUEST, max_size=2))
+    def things_happen_while_a_step_runs(self, data, requests):
+        def before_and_after_the_next_is_prepared():
+            for request in requests[:1]:
+                self.add_one(request)
+            if data.draw(st.booleans()):
+                self.bench.abort(data.draw(st.sampled_from(sorted(self.wanted))))
+            self.scheduler.prepare()
+            for request in requests[1:]:
+                self.add_one(request)
+            for name in data.draw(st.lists(st.sampled_from(sorted(self.wanted)), max_size=3)):
+                self.bench.abort(name)
+
+        self.bench.step(before_and_after_the_next_is_prepared)
 
     @precondition(lambda self: self.scheduler.has_requests)
     @rule(data=st.data())
     def a_row_fails(self, data):
-        name = data.draw(st.sampled_from(sorted(self.scheduler._requests)))
-        self.bench.executor.faulty.add(name)
+        if self.scheduler.roster.requests:
+            self.bench.executor.faulty.add(data.draw(st.sampled_from(sorted(self.scheduler.roster.requests))))
 
-    @rule()
-    def a_step_breaks_off(self):
+    @rule(prepare=st.booleans())
+    def a_step_breaks_off(self, prepare):
         self.scheduler.schedule()
-        self.lost |= {output.request_id for output in self.scheduler.lose_step()}
+        if prepare:
+            self.scheduler.prepare()
+        self.bench.take(self.scheduler.lose_step())
 
     @rule()
     def reset_prefix_cache(self):
@@ -127,46 +212,63 @@ class SchedulerMachine(RuleBasedStateMachine):
     def every_block_has_the_owners_that_tables_name(self):
         pool = self.scheduler.kv.pool
         held = [0] * pool.num_blocks
-        for request in (*self.scheduler.running, *self.scheduler.waiting):
-            for table in request.block_tables:
-                assert len(set(table)) == len(table)
-                for block in table:
-                    held[block] += 1
-        assert [block.ref_count for block in pool.blocks] == held
-        assert pool.num_free == held.count(0)
-        assert not any(table for request in self.scheduler.waiting for table in request.block_tables)
+        for group in (*self.scheduler.running, *self.scheduler.waiting):
+            for request in (*group.members, *group.spare):
+                assert request in group.active or not any(request.block_tables)
+                for table in request.block_tables:
+                    for block in table:
+                        if block != NO_BLOCK:
+                            held[block] += 1
+        assert all(block.ref_count >= count for block, count in zip(pool.blocks, held, strict=True))
+        idle = not self.scheduler.kv.host.num_transfers and not self.scheduler.planner.rows
+        if idle and not self.scheduler.kv._copies:
+            assert [block.ref_count for block in pool.blocks] == held
+        for group in self.scheduler.waiting:
+            assert not any(table for request in group.members for table in request.block_tables)
 
     @invariant()
-    def limits_hold_and_order_is_that_of_arrival(self):
-        assert len(self.scheduler.running) <= self.bench.settings.max_num_seqs
-        assert all(r.num_tokens - r.num_computed_tokens <= 1 for r in self.scheduler.running[:-1])
-        order = [int(r.request_id[1:]) for r in (*self.scheduler.running, *self.scheduler.waiting)]
-        assert order == sorted(order)
+    def limits_hold_and_each_queue_is_in_order(self):
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        assert sum(group.seats for group in running) <= self.bench.settings.max_num_seqs
+        for groups in (running, waiting):
+            assert [group.order for group in groups] == sorted(group.order for group in groups)
         for plan in self.bench.executor.plans[-1:]:
             assert plan.num_tokens <= self.bench.settings.max_num_batched_tokens
-            if not self.bench.settings.enable_chunked_prefill:
-                assert all(row.samples for row in plan.rows)
+            assert len(plan.rows) <= self.bench.settings.max_num_seqs + len(self.wanted)
 
     def teardown(self):
         if not hasattr(self, "bench"):
             return
         self.bench.run()
-        executor = self.bench.executor
-        for name, (prompt, max_tokens) in self.wanted.items():
-            alone = executor.alone(prompt, max_tokens, [EOS])
-            made, endings = self.bench.tokens(name), [o.finish_reason for o in self.bench.outputs[name]]
-            if name in self.aborted | self.lost:
-                assert alone[: len(made)] == made and not any(endings)
-            elif endings[-1] == "error":
-                assert name in executor.faulty and alone[: len(made)] == made
-            else:
-                assert made == alone, f"{name}: not the same as alone"
-                assert endings[-1] == ("stop" if made[-1] == EOS else "length")
-                assert not any(endings[:-1])
+        for name, (prompt, request) in self.wanted.items():
+            self.check(name, prompt, request)
         stats = self.scheduler.stats()
-        event(f"preempted {stats.preemptions > 0}, hit {stats.prefix_cache_hits > 0}")
+        event(f"swapped {stats.preemptions_by_swap > 0}")
+        event(f"recomputed {stats.preemptions > stats.preemptions_by_swap}")
+        event(f"hit {stats.prefix_cache_hits > 0}, drafts held {stats.accepted_draft_tokens > 0}")
         assert stats.running == stats.waiting == stats.waiting_tokens == stats.kv_usage == 0
         assert self.scheduler.kv.pool.num_free == self.scheduler.kv.pool.num_blocks
+
+    def check(self, name, prompt, request):
+        model, outputs = self.bench.executor, self.bench.outputs[name]
+        sample, max_tokens = int(name.partition("/")[2] or 0), request["max_tokens"]
+        beams = request["beams"] and request["n"] > 1
+        made, endings = self.bench.tokens(name), [output.finish_reason for output in outputs]
+        assert endings and endings[-1] and not any(endings[:-1]), "it ends once"
+        if beams:
+            alone = model.beams_alone(prompt, max_tokens, request["n"], [EOS])[sample]
+        else:
+            alone = model.alone(prompt, max_tokens, [EOS], sample)
+        if endings[-1] == "error":
+            assert beams or alone[: len(made)] == made
+        elif endings[-1] == "abort":
+            assert alone[: len(made)] == made and (not outputs[-1].stop_reason or request["timeout"])
+        else:
+            assert made == alone, f"{name}: not the same as alone"
+            assert endings[-1] == ("stop" if made[-1] == EOS else "length")
+            if request["prompt_logprobs"] and sample == 0:
+                scores = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+                assert scores == [model.prompt_logprobs_alone(prompt, 2)]
 
 
 def test_random_workloads_give_each_request_what_it_gives_alone(bench):

@@ -24,6 +24,8 @@ class CountingExecutor:
             max_model_len=max_model_len,
             vocab_size=100,
             num_blocks=max(1, max_model_len // config.block_size),
+            block_bytes=1 << 16,
+            num_host_blocks=0,
             eos_token_ids=[99],
             kv={"groups": [{"kind": "full"}]},
         )

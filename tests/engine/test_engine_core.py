@@ -21,6 +21,8 @@ class Executor:
             max_model_len=max_model_len,
             vocab_size=100,
             num_blocks=num_blocks,
+            block_bytes=1 << 16,
+            num_host_blocks=0,
             eos_token_ids=[99],
             kv={"groups": [{"kind": kind} for kind in kinds]},
         )
@@ -198,9 +200,9 @@ def test_the_longest_output_after_a_prompt_is_bound_by_model_and_pool(core, requ
     assert core().max_tokens_after(100) == 200
     engine = core(Executor(num_blocks=10))
     assert engine.max_tokens_after(100) == 61
-    engine.check(request_of("a", prompt=[1] * 100, max_tokens=61))
+    engine.check([request_of("a", prompt=[1] * 100, max_tokens=61)])
     with pytest.raises(ContextLengthExceeded):
-        engine.check(request_of("a", prompt=[1] * 100, max_tokens=62))
+        engine.check([request_of("a", prompt=[1] * 100, max_tokens=62)])
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

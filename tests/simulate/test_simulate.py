@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from octavo.cli import main
-from octavo.core.scheduler import SchedulerSettings
+from octavo.core.settings import SchedulerSettings
 from octavo.errors import ConfigError
 from octavo.simulate import paper, report
 from octavo.simulate.costs import Machine

@@ -215,5 +215,5 @@ def _max_tokens(sampling: SamplingParams, prompt: list[int], info: Ready) -> int
     """
     if sampling.max_tokens is not None:
         return sampling.max_tokens
-    capacity = info.num_blocks * int(info.kv["block_size"]) + 1  # the last token drawn is never stored
-    return max(1, min(info.max_model_len, capacity) - len(prompt))
+    longest = info.limits.capacity + 1  # the last token drawn is never stored
+    return max(1, min(info.max_model_len, longest) - len(prompt))

@@ -172,15 +172,18 @@ class KVCache:
         moves.append(Move(block_id, twin.id, group, twin.content))
         return block_id
 
-    def grow(self, request: Request, upto: int) -> bool:
+    def grow(self, request: Request, upto: int, reading_from: int | None = None) -> bool:
         """Give a sequence blocks to write into for positions from ``num_computed_tokens`` up to ``upto``.
+
+        ``reading_from`` is the first position that the step computes, where some before ``upto`` are planned
+        already and counted in ``num_computed_tokens``.
 
         Blocks that slid out of a window are given up when a new one is needed. False, and nothing else done,
         if too few blocks are free.
         """
         if upto <= request.room and not request.snapshot_due:
             return True
-        self._slide(request)
+        self._slide(request, request.num_computed_tokens if reading_from is None else reading_from)
         if request.snapshot_due:
             self._name_snapshot(request)
         total, first = self._blocks(upto), request.num_computed_tokens // self.block_size
@@ -216,10 +219,10 @@ class KVCache:
             if missing > 0:
                 table += self.pool.allocate(missing)
 
-    def _slide(self, request: Request) -> None:
+    def _slide(self, request: Request, position: int) -> None:
         for group in self._sliding:
             table = request.block_tables[group]
-            index = self.groups[group].first_kept(request.num_computed_tokens) // self.block_size - 1
+            index = self.groups[group].first_kept(position) // self.block_size - 1
             if not 0 <= index < len(table) or table[index] == NO_BLOCK:
                 continue
             request.block_tables[group] = table = table.copy()
@@ -279,7 +282,7 @@ class KVCache:
         if trusted:
             self._name_snapshot(request)
         else:
-            self._forget(request.contents[: request.num_registered])
+            self.forget(request.contents[: request.num_registered])
         tables, request.block_tables = request.block_tables, [[] for _ in self.groups]
         self._release(tail_first(tables))
         if request.host_tables:
@@ -289,7 +292,8 @@ class KVCache:
         request.snapshot_due = False
         request.transfer = None
 
-    def _forget(self, contents: list[Content]) -> None:
+    def forget(self, contents: list[Content]) -> None:
+        """Make unfindable what is not to be trusted."""
         for content in contents:
             self.pool.forget(content)
             self.host.pool.forget(content)

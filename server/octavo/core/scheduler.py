@@ -1,58 +1,45 @@
-"""Continuous batching: which tokens of which sequences the next step computes.
+"""Continuous batching: from requests to the steps that compute them, and from results to outputs.
 
-There is no prefill or decode phase. Each sequence has ``num_computed_tokens`` chasing ``num_tokens``; each
-step hands out one budget of tokens, running sequences first, then waiting ones, both in order of arrival.
-Prefix hits, chunks of a long prompt and preempted sequences that come back are all that one rule.
+``octavo.core.planner`` decides which tokens of which sequences a step computes; this file owns the requests,
+makes the plan for the executor from what was decided, and takes in what came of it.
 
-Sequences run in order of arrival and wait in order of arrival, and every running one came before every
-waiting one. A sequence is admitted only with blocks for all its present tokens and with budget left over from
-those before it: so at most the last running one is amid its prompt, and a long prompt never holds up a
-running stream. When blocks run out the latest to arrive gives up its own and goes back to the head of the
-queue; the oldest is never a victim of others, and alone it fits (``check_request``), so it always progresses.
+A step can be decided while the one before it still runs (``prepare``): then the tokens that are being drawn
+are counted but not known. ``schedule`` fills them in, leaves out sequences that have ended meanwhile, and
+decides what could not be decided early. Tokens are the same either way: a draw depends on its own sequence
+only.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
-
+from octavo.core.admission import check_deadline, check_queue
+from octavo.core.beam_search import BeamSearch
+from octavo.core.beam_steps import ending, look_on, new_search
 from octavo.core.block_hash import BlockHasher
+from octavo.core.group import Group, Planned
 from octavo.core.kv_cache import KVCache
 from octavo.core.kv_layout import KVSpec
 from octavo.core.logit_rules import logit_rules
 from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats, FinishReason
-from octavo.core.plan import Row, RowResult, SampleSpec, StepPlan, StepResult, TokenLogprobs
+from octavo.core.plan import LogitRules, Row, RowResult, StepPlan, StepResult, TokenLogprobs
+from octavo.core.planner import Planner, count
 from octavo.core.prefill_rate import PrefillRate
-from octavo.core.request import Limits, Request, check_request
-from octavo.errors import ConfigError, InvalidRequest, QueueFull
-
-MAX_RETRY_AFTER_S = 60  # a longer guess at when the queue has room is not worth telling
-RESERVE_SHARE = 100  # one block in so many stays free on admission, for running sequences to grow into
-
-
-class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of ``EngineConfig`` that scheduling needs, with the model's own limits filled in."""
-
-    max_model_len: int
-    vocab_size: int
-    block_size: int = 16
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_queue: int = 1024
-    enable_chunked_prefill: bool = True
-    enable_prefix_caching: bool = True
-    prefix_caching_hash_algo: str = "sha256"
-    prefix_caching_verify: bool = False
-    kv_events: bool = False
+from octavo.core.request import Limits, Request, check_requests
+from octavo.core.roster import Roster
+from octavo.core.settings import SchedulerSettings
+from octavo.core.speculation import Proposer, Speculation
+from octavo.core.step_rows import make_row
+from octavo.errors import ConfigError, InvalidRequest
 
 
 class Scheduler:
     """Owns the requests and their blocks. Pure: the only input beside the calls is ``clock`` (seconds).
 
-    Use: ``plan = schedule()``, run it, ``update(plan, result)``, and again. ``add`` and ``abort`` come at any
-    time.
+    Use: ``plan = schedule()``, run it (and ``prepare()`` meanwhile, or not), ``update(plan, result)``, and
+    again. ``add``, ``abort`` and ``expire`` come at any time. ``make_proposer`` gives each sequence what
+    proposes drafts from its tokens. The host tier has ``num_host_blocks`` of ``block_bytes`` each, and with
+    ``offload`` cached blocks are kept there too.
     """
 
     def __init__(
@@ -63,6 +50,10 @@ class Scheduler:
         *,
         clock: Callable[[], float],
         groups: Sequence[KVSpec] = (KVSpec(),),
+        block_bytes: int = 0,
+        num_host_blocks: int = 0,
+        offload: bool = False,
+        make_proposer: Callable[[], Proposer] | None = None,
     ) -> None:
         if not settings.enable_chunked_prefill and settings.max_model_len > settings.max_num_batched_tokens:
             raise ConfigError(
@@ -72,169 +63,162 @@ class Scheduler:
             )
         self.settings = settings
         self.hasher = BlockHasher(settings.prefix_caching_hash_algo, settings.block_size)
-        caching = settings.enable_prefix_caching
+        hasher = self.hasher if settings.enable_prefix_caching else None
+        chunk = settings.max_num_batched_tokens
         self.kv = KVCache(
             num_blocks,
             settings.block_size,
-            self.hasher if caching else None,
+            hasher,
             groups,
-            max_chunk=settings.max_num_batched_tokens,
+            max_chunk=chunk,
+            num_host_blocks=num_host_blocks,
+            offload=offload,
             verify=settings.prefix_caching_verify,
             events=settings.kv_events,
         )
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
-        self._requests: dict[str, Request] = {}
-        self._eos = frozenset(eos_token_ids)
         self.limits = Limits(
-            settings.max_model_len, settings.vocab_size, num_blocks // len(groups), settings.block_size
+            max_model_len=settings.max_model_len,
+            vocab_size=settings.vocab_size,
+            num_blocks=num_blocks,
+            block_size=settings.block_size,
+            groups=tuple(groups),
+            max_num_seqs=settings.max_num_seqs,
+            max_chunk=chunk,
         )
-        self._reserve = num_blocks // RESERVE_SHARE
-        self._clock = clock
         self._rate = PrefillRate()
+        self.planner = Planner(settings, self.kv, self._rate, block_bytes=block_bytes)
+        self.speculation = (
+            Speculation(settings.num_speculative_tokens, make_proposer)
+            if settings.num_speculative_tokens
+            else None
+        )
+        self.roster = Roster(self.kv, self.planner, clock)
+        self._eos = frozenset(eos_token_ids)
+        self._clock = clock
+        self._arrivals = 0
         self._step = 0
-        self._in_flight: list[Request] | None = None  # of the plan that was not updated yet, in its order
+        self._in_flight: list[Planned] | None = None  # of the plan that was not updated yet, in its order
+        self._transfers: dict[int, int] = {}  # transfers under way: their sizes in bytes
+        self._began: list[int] = []  # those that began with the step under way
         self._started = 0.0
-        self._preemptions = self._prompt_tokens = self._generation_tokens = 0
+        self._prompt_tokens = self._generation_tokens = 0
         self._cache_queries = self._cache_hits = 0
 
     # Requests come and go
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request.
+    def add(self, requests: Sequence[EngineRequest]) -> None:
+        """Queue the requests of one client request, all or none.
 
-        Raises ``InvalidRequest``, ``ContextLengthExceeded`` (it can never fit; names need and capacity) or
-        ``QueueFull`` (with seconds after which there may be room); then nothing was queued.
+        Raises ``InvalidRequest``, ``ContextLengthExceeded`` (they can never fit; names need and capacity),
+        ``QueueFull`` or ``DeadlineExceeded`` (with seconds after which there may be room).
         """
-        check_request(request, self.limits)
-        if request.request_id in self._requests:
-            raise InvalidRequest(f"request_id {request.request_id!r} is in use", param="request_id")
-        seats = max(0, self.settings.max_num_seqs - len(self.running))
-        if len(self.waiting) - seats >= self.settings.max_queue:
-            raise QueueFull(
-                f"{len(self.waiting)} requests wait (max-queue {self.settings.max_queue}): try again later",
-                retry_after_s=self._retry_after(),
-            )
-        new = Request(
+        groups = check_requests(requests, self.limits)
+        seen = set(self.roster.requests)
+        for request in requests:
+            if request.request_id in seen:
+                raise InvalidRequest(f"request_id {request.request_id!r} is in use", param="request_id")
+            seen.add(request.request_id)
+        now, tokens, rate = self._clock(), self._waiting_tokens(), self.prefill_tokens_per_s
+        for request in requests:
+            check_deadline(request.deadline, now=now, tokens=tokens, rate=rate)
+        check_queue(
+            self.settings,
+            waiting=count(self.planner.waiting),
+            seats=max(0, self.settings.max_num_seqs - count(self.planner.running)),
+            tokens=tokens,
+            new=len(requests),
+            new_tokens=sum(len(group[0].prompt_token_ids) for group in groups),
+            rate=rate,
+        )
+        for group in groups:
+            self._enqueue(group, now)
+
+    def _enqueue(self, requests: Sequence[EngineRequest], now: float) -> None:
+        first, self._arrivals = requests[0], self._arrivals + 1
+        priority = first.priority if self.settings.scheduling_policy == "priority" else 0
+        order = (priority, self._arrivals)
+        rules = logit_rules(first, self._eos)
+        members = [self._sequence(request, now, rules) for request in requests]
+        if first.sampling.use_beam_search:
+            beams = [self._sequence(request, now, rules) for request in requests]
+            group = Group(members, order, new_search(members, self._eos), beams)
+        else:
+            group = Group(members, order)
+        self.kv.name_blocks(group.lead)
+        self.roster.enter(group)
+
+    def _sequence(self, request: EngineRequest, now: float, rules: LogitRules | None) -> Request:
+        return Request(
             request,
-            arrival=request.arrival_time or self._clock(),
+            arrival=request.arrival_time or now,
             max_model_len=self.settings.max_model_len,
             num_groups=len(self.kv.groups),
-            rules=logit_rules(request, self._eos),
+            rules=rules,
         )
-        self.kv.name_blocks(new)
-        self._requests[new.request_id] = new
-        self.waiting.append(new)
 
     def abort(self, request_id: str) -> EngineOutput | None:
-        """End a request in any state; its blocks are free at once. None for an id that is not here."""
-        request = self._requests.get(request_id)
-        if request is None:
-            return None
-        if request in self.running:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
-        return self._finish(request, [], "abort")
+        """End a request in any state; its blocks are free at once, or when the step that is decided has
+        begun. None for an id that is not here.
+        """
+        request = self.roster.requests.get(request_id)
+        return None if request is None else self.roster.finish(request, [], "abort")
+
+    def expire(self) -> list[EngineOutput]:
+        """End the requests whose deadline is past."""
+        return self.roster.expire()
 
     @property
     def has_requests(self) -> bool:
-        return bool(self._requests)
+        """Whether ``schedule`` may have something to run: requests, or what those that ended have left."""
+        return bool(self.roster.requests or self.planner.rows or self.kv.host.num_transfers)
 
     # A step
 
+    def prepare(self) -> None:
+        """Decide what can be decided of the next step while the one before it runs."""
+        if self._in_flight is not None:
+            self.planner.plan(early=True)
+
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute."""
+        """The next step, or None when there is nothing to do. A plan without rows waits for a transfer."""
         if self._in_flight is not None:
             raise RuntimeError(f"step {self._step} was planned but not updated")
         self._started = self._clock()
+        self.planner.plan(early=False)
+        decided, self.planner.rows = self.planner.rows, []
+        if self.speculation is not None:
+            self.speculation.add_drafts(decided, self.settings.max_num_batched_tokens, self.kv)
         rows: list[Row] = []
-        planned: list[Request] = []
-        budget = self.settings.max_num_batched_tokens
-        index, preempted = 0, False
-        while index < len(self.running) and budget > 0:
-            request = self.running[index]
-            while not self.kv.grow(request, request.num_tokens):
-                preempted = True
-                victim = self._preempt_latest()
-                if victim is request:
-                    break
-            else:
-                budget -= self._plan_row(request, budget, rows)
-                planned.append(request)
-                index += 1
-        seats = 0 if preempted else self.settings.max_num_seqs - len(self.running)
-        while self.waiting and budget > 0 and seats > 0:
-            request = self.waiting[0]
-            if not self._admit(request, budget, alone=not self.running):
-                break
-            seats -= 1
-            budget -= self._plan_row(request, budget, rows)
-            planned.append(request)
-        if not rows:
+        planned: list[Planned] = []
+        for each in decided:
+            if not each.group.begun and not each.request.finished:
+                self._first_scheduled(each.group)
+            if (row := make_row(each, self.settings, self.kv)) is not None:
+                rows.append(row)
+                planned.append(each)
+        if not rows and not self.kv.host.num_transfers:
             return None
+        copies, transfers = self.kv.take_copies(), self.kv.take_transfers()
+        self._transfers.update((one.id, len(one.blocks) * self.planner.block_bytes) for one in transfers)
+        self._began = [one.id for one in transfers]
+        for each in planned:
+            if each.request.finished:  # it ended when the row was decided: the row alone was still to run
+                self.kv.free(each.request, trusted=each.trusted)
         self._step += 1
         self._in_flight = planned
-        return StepPlan(self._step, rows, self.kv.take_copies())
+        return StepPlan(self._step, rows, copies, transfers)
 
-    def _plan_row(self, request: Request, budget: int, rows: list[Row]) -> int:
-        """Plan the next tokens of a sequence that has its blocks. Returns how many."""
-        start, total = request.num_computed_tokens, len(request.token_ids)
-        end = min(total, start + budget)
-        samples: list[SampleSpec] = []
-        if end == total:
-            sampling = request.request.sampling
-            samples = [
-                SampleSpec(
-                    sampling.temperature,
-                    sampling.top_k,
-                    sampling.top_p,
-                    sampling.seed,  # type: ignore[arg-type]  # check_request has seen to it
-                    request.request.sample_index,
-                    end,
-                    sampling.logprobs,
-                    sampling.min_p,
-                    request.rules,
-                )
-            ]
-        rows.append(
-            Row(
-                request.request_id,
-                request.token_ids[start:end],
-                start,
-                [*request.block_tables],
-                samples,
-                history=request.token_ids if request.rules is not None else None,
-            )
-        )
-        request.num_computed_tokens = end
-        self.kv.register(request)
-        return end - start
-
-    def _admit(self, request: Request, budget: int, *, alone: bool) -> bool:
-        self.kv.name_blocks(request)
-        hit = self.kv.find_prefix(request)
-        if not self.settings.enable_chunked_prefill and request.num_tokens - hit.num_tokens > budget:
-            return False
-        if not self.kv.admit(request, hit, 0 if alone else self._reserve, request.num_tokens):
-            return False
-        self.waiting.popleft()
-        self.running.append(request)
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = hit.num_tokens
+    def _first_scheduled(self, group: Group) -> None:
+        group.begun, lead = True, group.lead
+        for request in group.requests:
             request.scheduled_time = self._started
-            self._prompt_tokens += request.num_prompt_tokens
-            if self.settings.enable_prefix_caching:
-                self._cache_queries += request.num_prompt_tokens
-                self._cache_hits += hit.num_tokens
-        return True
+            request.num_cached_tokens = lead.num_cached_tokens
+        self._prompt_tokens += lead.num_prompt_tokens
+        if self.settings.enable_prefix_caching:
+            self._cache_queries += lead.num_prompt_tokens
+            self._cache_hits += lead.num_cached_tokens
 
-    def _preempt_latest(self) -> Request:
-        victim = self.running.pop()
-        self.kv.free(victim)
-        self.waiting.appendleft(victim)
-        self._preemptions += 1
-        return victim
+    # What came of it
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
         """Take in what a step produced. Raises ``RuntimeError`` for a result that is not the plan's."""
@@ -245,83 +229,162 @@ class Scheduler:
             raise RuntimeError(f"the rows of step {plan.step} came back as {names}")
         planned, self._in_flight = self._in_flight, None
         now = self._clock()
-        self._rate.measure(plan, now - self._started)
-        outputs = []
-        for request, row, drawn in zip(planned, plan.rows, result.rows, strict=True):
-            if request.finished:
+        self._measure(plan, result, now - self._started)
+        outputs: list[EngineOutput] = []
+        for each, row, drawn in zip(planned, plan.rows, result.rows, strict=True):
+            group, takers = each.group, each.takers
+            each.request.pending = 0
+            group.open_ended = False
+            if drawn.error is not None or len(drawn.token_ids) < len(takers):
+                outputs += self._fail(each, drawn.error or "the step drew no token")
                 continue
-            if drawn.error is not None or (row.samples and not drawn.token_ids):
-                outputs.append(
-                    self._finish(request, [], "error", error=drawn.error or "the step drew no token")
-                )
-            elif row.samples:
-                outputs.append(self._take_tokens(request, drawn, now))
-        if any(output.finish_reason is not None for output in outputs):
-            self.running = [request for request in self.running if not request.finished]
+            if drawn.prompt_logprobs is not None:
+                group.keep_prompt_logprobs(row.start, drawn.prompt_logprobs)
+            if not takers:
+                continue
+            if group.search is not None:
+                outputs += self._search_on(each, group.search, drawn, now)
+            elif len(takers) > 1:
+                outputs += self._take_samples(group, takers, drawn, now)
+            elif not each.request.finished:
+                outputs.append(self._take_tokens(each, drawn, now))
+        for done in result.done:
+            if (size := self._transfers.pop(done.id, None)) is not None:  # else it was given up
+                self.planner.copy_rate.measure(size, done.seconds)
+                self.kv.transfer_done(done)
         return outputs
+
+    def _measure(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        self._rate.measure(plan, seconds)
+        if self.speculation is not None and all(row.samples and len(row.token_ids) == 1 for row in plan.rows):
+            drafted, tokens = (
+                any(row.drafts for row in plan.rows),
+                sum(len(row.token_ids) for row in result.rows),
+            )
+            self.speculation.control.measure(len(plan.rows), drafted, tokens, seconds)
 
     def lose_step(self) -> list[EngineOutput]:
         """The planned step broke off: its sequences end, and what their blocks were to hold is forgotten.
 
-        Returns their last outputs; without a step under way there are none.
+        What was decided to follow it starts anew. Returns last outputs; without a step under way, none.
         """
         planned, self._in_flight = self._in_flight or [], None
-        lost = [request for request in planned if not request.finished]
-        outputs = [self._finish(request, [], "error", error="the step broke off") for request in lost]
-        self.running = [request for request in self.running if not request.finished]
+        outputs = [output for each in planned for output in self._fail(each, "the step broke off")]
+        for each in planned:
+            if each.request.finished:  # its blocks were free before, and may be named after what was lost
+                size = self.settings.block_size
+                self.kv.forget(each.request.contents[each.start // size : each.end // size])
+        decided, self.planner.rows = self.planner.rows, []
+        for each in decided:
+            each.request.planned, each.group.planned = None, False
+            if not each.request.finished and each.group.running:
+                self.planner.requeue(each.group, trusted=False)
+            elif each.known and each.request.finished:
+                self.kv.free(each.request, trusted=False)
+        for transfer_id in self._began:
+            del self._transfers[transfer_id]
+            for request in self.kv.transfer_lost(transfer_id):
+                if not request.finished and request.group.swapped != request.group.running:
+                    self.planner.requeue(request.group)
+        self._began = []
         return outputs
 
-    def _take_tokens(self, request: Request, drawn: RowResult, now: float) -> EngineOutput:
+    def _fail(self, planned: Planned, error: str) -> list[EngineOutput]:
+        """End those that a row was computed for: its sequence, or all that wait for a shared prompt."""
+        group = planned.group
+        alone = group.search is None and group.shared
+        lost = [planned.request] if alone else group.requests
+        return [self.roster.finish(one, [], "error", error=error) for one in lost if not one.finished]
+
+    def _take_samples(
+        self, group: Group, takers: Sequence[Request], drawn: RowResult, now: float
+    ) -> Iterable[EngineOutput]:
+        """The prompt's end gave each sample its first token: from here on each has a sequence of its own."""
+        if group.members:
+            self.planner.share_prompt(group)
+        for place, request in enumerate(takers):
+            if not request.finished:
+                logprobs = None if drawn.logprobs is None else drawn.logprobs[place : place + 1]
+                yield self._take(request, drawn.token_ids[place : place + 1], logprobs, now)
+
+    def _take_tokens(self, planned: Planned, drawn: RowResult, now: float) -> EngineOutput:
+        request = planned.request
+        if self.speculation is not None:
+            request.drafts = drawn.drafts
+            if planned.drafts:
+                accepted = len(drawn.token_ids) - 1
+                request.num_computed_tokens += accepted
+                self.speculation.judge(request, len(planned.drafts), accepted)
+        return self._take(request, drawn.token_ids, drawn.logprobs, now)
+
+    def _take(
+        self, request: Request, drawn: list[int], logprobs: list[TokenLogprobs] | None, now: float
+    ) -> EngineOutput:
         taken = 0
         reason: FinishReason | None = None
         stop_token: int | None = None
-        while reason is None and taken < len(drawn.token_ids):
-            request.token_ids.append(drawn.token_ids[taken])
+        while reason is None and taken < len(drawn):
+            request.token_ids.append(drawn[taken])
             taken += 1
             reason, stop_token = request.finish_reason(self._eos)
         self._generation_tokens += taken
         first = request.first_token_time == 0.0
         if first:
             request.first_token_time = now
-        tokens, logprobs = drawn.token_ids[:taken], drawn.logprobs
+        tokens = drawn[:taken]
         if logprobs is not None:
             logprobs = logprobs[:taken]
+        prompt_logprobs = request.group.take_prompt_logprobs(request) if first else None
         if reason is not None:
-            return self._finish(request, tokens, reason, logprobs=logprobs, stop_reason=stop_token)
+            return self.roster.finish(
+                request,
+                tokens,
+                reason,
+                logprobs=logprobs,
+                stop_reason=stop_token,
+                prompt_logprobs=prompt_logprobs,
+            )
         return EngineOutput(
             request_id=request.request_id,
             token_ids=tokens,
             logprobs=logprobs,
             num_cached_tokens=request.num_cached_tokens,
             times=request.times(0.0) if first else None,
+            prompt_logprobs=prompt_logprobs,
         )
 
-    def _finish(
-        self,
-        request: Request,
-        token_ids: list[int],
-        reason: FinishReason,
-        *,
-        logprobs: list[TokenLogprobs] | None = None,
-        stop_reason: int | None = None,
-        error: str | None = None,
-    ) -> EngineOutput:
-        """Free what a request holds and make its last output. The caller takes it off its queue."""
-        request.finished = True
-        self.kv.free(request, trusted=error is None)
-        del self._requests[request.request_id]
-        return EngineOutput(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            num_cached_tokens=max(0, request.num_cached_tokens),
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            error=error,
-            times=request.times(self._clock()),
-        )
+    def _search_on(
+        self, planned: Planned, search: BeamSearch, drawn: RowResult, now: float
+    ) -> list[EngineOutput]:
+        """One beam has its continuations; with the last one the search goes a token on, and perhaps ends."""
+        group = planned.group
+        if not group.members:
+            return []
+        if drawn.logprobs is None:
+            return self._fail(planned, "the step gave no log probabilities")
+        self._generation_tokens += look_on(group, planned.request, drawn.logprobs[0], search, self.kv)
+        if not search.done:
+            return []
+        outputs = []
+        for request, result in zip(group.requests, search.results, strict=False):
+            if not request.finished:
+                request.first_token_time = now
+                outputs.append(self.roster.finish(request, **ending(request, result, search, self._eos)))
+        for request in group.requests:
+            if not request.finished:
+                error = f"the search found {len(search.results)} results: fewer than asked for"
+                outputs.append(self.roster.finish(request, [], "error", error=error))
+        return outputs
 
     # What others may know
+
+    @property
+    def running(self) -> list[Group]:
+        return self.planner.running
+
+    @property
+    def waiting(self) -> list[Group]:
+        return self.planner.waiting
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -330,9 +393,10 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """The load now, and totals since the start."""
+        preemptions, speculation = self.planner.preemptions, self.speculation
         return EngineStats(
-            running=len(self.running),
-            waiting=len(self.waiting),
+            running=count(self.running),
+            waiting=count(self.waiting),
             waiting_tokens=self._waiting_tokens(),
             kv_usage=self.kv.pool.usage,
             cached_blocks=self.kv.pool.num_cached,
@@ -343,7 +407,13 @@ class Scheduler:
             prefix_cache_queries=self._cache_queries,
             prefix_cache_hits=self._cache_hits,
             prefix_cache_collisions=self.kv.collisions,
-            preemptions=self._preemptions,
+            preemptions=sum(preemptions.values()),
+            swapped=count(group for group in self.waiting if group.swapped),
+            preemptions_by_swap=preemptions["swap"],
+            drafts=speculation.num_drafts if speculation else 0,
+            draft_tokens=speculation.num_draft_tokens if speculation else 0,
+            accepted_draft_tokens=speculation.num_accepted if speculation else 0,
+            accepted_by_position=tuple(speculation.accepted_at) if speculation else (),
         )
 
     def reset_prefix_cache(self) -> None:
@@ -352,13 +422,4 @@ class Scheduler:
 
     def _waiting_tokens(self) -> int:
         """Tokens to compute before the last of the queue draws its first: waiting, or of prompts begun."""
-        queued = sum(len(request.token_ids) for request in self.waiting)
-        if self.running:  # only the last of them can be amid its prompt
-            last = self.running[-1]
-            queued += max(0, len(last.token_ids) - last.num_computed_tokens - 1)
-        return queued
-
-    def _retry_after(self) -> int:
-        rate = self.prefill_tokens_per_s
-        guess = self._waiting_tokens() / rate if rate else 1
-        return max(1, min(MAX_RETRY_AFTER_S, round(guess)))
+        return sum(group.tokens_left() for group in self.waiting) + self.planner.tokens_under_way()

@@ -25,7 +25,7 @@ import zmq.asyncio
 
 from octavo.config import EngineConfig
 from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats
-from octavo.core.request import Limits, check_request
+from octavo.core.request import check_requests
 from octavo.engine import messages
 from octavo.engine.stream import OutputStream
 from octavo.errors import InvalidRequest, OctavoError, Unavailable
@@ -166,11 +166,8 @@ class EngineClient:
         info = self._require_ready()
         if self._refusing:
             raise Unavailable("the engine is draining: it takes no more requests")
-        blocks = info.num_blocks // len(info.kv["groups"])  # what one sequence can have of each group
-        limits = Limits(info.max_model_len, info.vocab_size, blocks, int(info.kv["block_size"]))
         ids = [request.request_id for request in requests]
-        for request in requests:
-            check_request(request, limits)
+        check_requests(requests, info.limits)
         if len(set(ids)) < len(ids) or any(name in self._streams for name in ids):
             raise InvalidRequest(
                 "request_id is in use: each running request needs its own", param="request_id"

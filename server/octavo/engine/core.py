@@ -12,17 +12,20 @@ from typing import Any
 
 import msgspec
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, SpeculativeConfig
 from octavo.core.kv_layout import KVSpec
 from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.request import check_request
-from octavo.core.scheduler import Scheduler, SchedulerSettings
+from octavo.core.request import Limits, check_requests
+from octavo.core.scheduler import Scheduler
+from octavo.core.settings import SchedulerSettings
+from octavo.core.speculation import Proposer
 from octavo.engine.event_publisher import EventPublisher
 from octavo.engine.executor import Executor
 from octavo.engine.grammar_wait import GrammarWait
 from octavo.engine.pitfalls import Pitfalls
 from octavo.errors import ConfigError, InvalidRequest, OctavoError
+from octavo.speculative.ngram import NgramProposer
 
 GRAMMAR_WAIT_S = 0.01  # an engine that only waits for grammars looks up for messages this often
 LONG_STEP_S = 2.0  # a step expected to take longer is foretold, lest its silence is taken for a stall
@@ -46,6 +49,13 @@ def kv_groups(kv: dict[str, Any]) -> tuple[KVSpec, ...]:
             f"the model keeps K/V by the rule {unknown[0]!r}: 'full' and 'sliding_window' are supported"
         )
     return tuple(KVSpec(group["kind"], group.get("window")) for group in kv["groups"])
+
+
+def proposers(guesses: SpeculativeConfig | None) -> Callable[[], Proposer] | None:
+    """What makes each sequence its proposer; None where there are no drafts, or a draft model makes them."""
+    if guesses is None or guesses.method != "ngram":
+        return None
+    return lambda: NgramProposer(guesses.prompt_lookup_min, guesses.prompt_lookup_max)
 
 
 class EngineCore:
@@ -72,6 +82,7 @@ class EngineCore:
         self._executor = executor
         events = config.kv_events_config
         publishes = events is not None and events.on
+        guesses = config.speculative_config
         self._scheduler = Scheduler(
             SchedulerSettings(
                 max_model_len=info.max_model_len,
@@ -80,16 +91,26 @@ class EngineCore:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_queue=config.max_queue,
+                max_queue_tokens=config.max_queue_tokens,
+                scheduling_policy=config.scheduling_policy,  # type: ignore[arg-type]  # one of its choices
+                long_prefill_token_threshold=config.long_prefill_token_threshold,
+                preemption_mode=config.preemption_mode,  # type: ignore[arg-type]
                 enable_chunked_prefill=config.enable_chunked_prefill,
                 enable_prefix_caching=config.enable_prefix_caching,
                 prefix_caching_hash_algo=config.prefix_caching_hash_algo,
                 prefix_caching_verify=config.prefix_caching_verify,
                 kv_events=publishes,
+                num_speculative_tokens=guesses.num_speculative_tokens if guesses else 0,
+                draft_model=guesses is not None and guesses.method == "draft_model",
             ),
             info.num_blocks,
             info.eos_token_ids,
             clock=clock or wall_clock(),
             groups=kv_groups(dict(info.kv)),
+            block_bytes=info.block_bytes,
+            num_host_blocks=info.num_host_blocks,
+            offload=config.kv_offloading_gib > 0,
+            make_proposer=proposers(guesses),
         )
         self._pitfalls = Pitfalls(block_size=config.block_size, prefix_caching=config.enable_prefix_caching)
         self._turns = self._row_faults = 0
@@ -121,22 +142,27 @@ class EngineCore:
             "events": self._publisher.addresses if self._publisher is not None else None,
         }
 
-    def check(self, request: EngineRequest) -> None:
-        """Raise what ``add`` would raise for this request whatever else is going on."""
-        check_request(request, self._scheduler.limits)
+    @property
+    def limits(self) -> Limits:
+        """What one request may ask for."""
+        return self._scheduler.limits
+
+    def check(self, requests: Sequence[EngineRequest]) -> None:
+        """Raise what ``add`` would raise for these requests whatever else is going on."""
+        check_requests(requests, self.limits)
 
     def max_tokens_after(self, prompt_tokens: int) -> int:
         """The longest output that fits after a prompt; 0 or less when not even the prompt fits."""
-        limits = self._scheduler.limits
-        return min(limits.max_model_len, limits.num_blocks * limits.block_size + 1) - prompt_tokens
+        limits = self.limits
+        return min(limits.max_model_len, limits.capacity + 1) - prompt_tokens
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
-        """Take all of these or none: ``InvalidRequest``, ``ContextLengthExceeded`` or ``QueueFull``.
+        """Take all of these or none: ``InvalidRequest``, ``ContextLengthExceeded``, ``QueueFull`` or
+        ``DeadlineExceeded``.
 
         Those with a grammar that is not built yet enter once it is; ``take_rejected`` tells of those refused.
         """
-        for request in requests:
-            self.check(request)
+        self.check(requests)
         if not self._grammars.hold(requests):
             self._enter(requests)
 
@@ -146,15 +172,7 @@ class EngineCore:
         return rejected
 
     def _enter(self, requests: Sequence[EngineRequest]) -> None:
-        taken: list[str] = []
-        try:
-            for request in requests:
-                self._scheduler.add(request)
-                taken.append(request.request_id)
-        except OctavoError:
-            for request_id in taken:
-                self._scheduler.abort(request_id)
-            raise
+        self._scheduler.add(requests)
         for request in requests:
             if not request.sample_index:
                 self._pitfalls.saw(request.prompt_token_ids)
@@ -176,6 +194,7 @@ class EngineCore:
         plan, done = self._running
         if not done.done():
             self._foretell_long(plan)
+            self._scheduler.prepare()
             wait([done])
         return True
 
@@ -187,7 +206,7 @@ class EngineCore:
         """
         if self._grammars:
             self._enter_waiting()
-        outputs, self._ended = self._ended, []
+        outputs, self._ended = self._ended + self._scheduler.expire(), []
         try:
             if self._runner is None:
                 self._run_step(outputs)

@@ -27,6 +27,14 @@ class ExecutorInfo(Protocol):
         """Physical KV blocks of ``block_size`` tokens, numbered 0 .. num_blocks - 1."""
 
     @property
+    def block_bytes(self) -> int:
+        """What one block takes, and a transfer of it copies."""
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the host tier; 0 where there is none."""
+
+    @property
     def eos_token_ids(self) -> Sequence[int]:
         """Ids that end a sequence, unless the request ignores them."""
 

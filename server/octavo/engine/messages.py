@@ -8,6 +8,7 @@ import msgspec
 
 from octavo import errors
 from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats
+from octavo.core.request import Limits
 
 VERSION = 1  # both sides refuse a message of another version
 
@@ -28,10 +29,9 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
     def error(self) -> errors.OctavoError:
         """The error again, of its own class where this side knows it."""
-        if self.kind in ("QueueFull", "Unavailable"):
-            queue = errors.QueueFull if self.kind == "QueueFull" else errors.Unavailable
-            return queue(self.message, retry_after_s=self.retry_after_s)
         kind: type[errors.OctavoError] = getattr(errors, self.kind, errors.OctavoError)
+        if issubclass(kind, (errors.QueueFull, errors.Unavailable)):
+            return kind(self.message, retry_after_s=self.retry_after_s)
         return kind(self.message, param=self.param, code=self.code)
 
 
@@ -66,13 +66,14 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The engine takes requests. ``kv`` is the ``kv`` object of ``/server_info``."""
+    """The engine takes requests within ``limits``. ``kv`` is the ``kv`` object of ``/server_info``."""
 
     max_model_len: int
     vocab_size: int
     kv: dict[str, Any]
     num_blocks: int
     eos_token_ids: list[int]
+    limits: Limits
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

@@ -146,7 +146,12 @@ def run(launch: messages.Launch) -> int:
         gc.freeze()  # what was loaded lives as long as the process: no later collection walks it
         port.send(
             messages.Ready(
-                info.max_model_len, info.vocab_size, core.kv, info.num_blocks, list(info.eos_token_ids)
+                info.max_model_len,
+                info.vocab_size,
+                core.kv,
+                info.num_blocks,
+                list(info.eos_token_ids),
+                core.limits,
             )
         )
         serve(core, port)

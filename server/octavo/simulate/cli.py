@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from octavo.config import CommandParser
-from octavo.core.scheduler import SchedulerSettings
+from octavo.core.settings import SchedulerSettings
 from octavo.errors import ConfigError
 from octavo.figures import text
 from octavo.simulate import paper, report

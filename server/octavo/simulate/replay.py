@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from octavo.core.outputs import EngineOutput, EngineRequest
 from octavo.core.plan import RowResult, StepPlan, StepResult, TransferDone
 from octavo.core.sampling_params import SamplingParams
-from octavo.core.scheduler import Scheduler, SchedulerSettings
+from octavo.core.scheduler import Scheduler
+from octavo.core.settings import SchedulerSettings
 from octavo.errors import ConfigError, ContextLengthExceeded, QueueFull
 from octavo.simulate.costs import Machine
 from octavo.simulate.trace import VOCABULARY, Arrival
@@ -87,7 +88,7 @@ def replay(arrivals: Sequence[Arrival], settings: SchedulerSettings, machine: Ma
         while coming < len(arrivals) and arrivals[coming].time <= clock.now:
             one = arrivals[coming]
             try:
-                scheduler.add(_request(one, coming))
+                scheduler.add([_request(one, coming)])
                 requests[str(coming)] = Request(one)
                 result.served.append(requests[str(coming)])
             except (ContextLengthExceeded, QueueFull) as error:

@@ -1,0 +1,55 @@
+"""Who may join the queue: it is bounded, and nobody waits who cannot start in time."""
+
+from __future__ import annotations
+
+from octavo.core.settings import SchedulerSettings
+from octavo.errors import DeadlineExceeded, QueueFull
+
+MAX_RETRY_AFTER_S = 60  # a longer guess at when the queue has room is not worth telling
+
+
+def check_queue(
+    settings: SchedulerSettings,
+    *,
+    waiting: int,
+    seats: int,
+    tokens: int,
+    new: int,
+    new_tokens: int,
+    rate: float,
+) -> None:
+    """Raise ``QueueFull`` where ``new`` sequences of ``new_tokens`` find no room.
+
+    ``waiting`` sequences are there, ``seats`` of them could run; ``tokens`` are to be computed before the
+    last of them starts, at ``rate`` tokens a second (0.0: unknown).
+    """
+    wait = retry_after(tokens, rate)
+    if waiting + new - seats > settings.max_queue:
+        raise QueueFull(
+            f"{waiting} requests wait (max-queue {settings.max_queue}): try again later", retry_after_s=wait
+        )
+    limit = settings.max_queue_tokens
+    if limit and tokens and tokens + new_tokens > limit:
+        raise QueueFull(
+            f"{tokens} tokens wait, {new_tokens} would join them (max-queue-tokens {limit}): try again later",
+            retry_after_s=wait,
+        )
+
+
+def check_deadline(deadline: float | None, *, now: float, tokens: int, rate: float) -> None:
+    """Raise ``DeadlineExceeded`` for a request that would start after its deadline (seconds, as ``now``)."""
+    if deadline is None:
+        return
+    start = now + (tokens / rate if rate else 0.0)
+    if start >= deadline:
+        wait = f"{tokens} tokens wait before it, about {start - now:.1f} s" if start > now else "it is past"
+        raise DeadlineExceeded(
+            f"the request cannot start within its timeout of {max(0.0, deadline - now):.1f} s more: {wait}",
+            retry_after_s=retry_after(tokens, rate),
+        )
+
+
+def retry_after(tokens: int, rate: float) -> int:
+    """Seconds after which the queue of now is gone, as far as is known."""
+    guess = tokens / rate if rate else 1
+    return max(1, min(MAX_RETRY_AFTER_S, round(guess)))
