@@ -187,20 +187,37 @@ def test_a_faulty_row_is_not_brought_back_by_a_transfer():
     assert b.cached(TEXT) == 0 and b.kv.host.pool.num_cached == 0
 
 
-def test_a_copy_that_is_due_is_not_saved_in_place_of_its_source():
+def test_copies_that_are_due_are_not_saved_in_place_of_their_source():
     b = KVBench(num_host_blocks=20)
-    parent, child, other = forked(b, 3, length=5)
-    b.kv.free(other)
-    child.token_ids = [*parent.token_ids, 1]
-    b.kv.free(child)
-    b.kv.fork(parent, child)
-    parent.token_ids.append(2)
-    assert b.kv.grow(child, 7)
-    assert b.kv.swap_out([parent, child]) and b.kv.take_copies() == []
+    parent = b.computed(TEXT[:5])
+    group = [parent, b.sequence(TEXT[:5]), b.sequence(TEXT[:5])]
+    for number, request in enumerate(group):
+        if request is not parent:
+            b.kv.fork(parent, request)
+        request.token_ids.append(50 + number)
+    assert b.kv.grow(group[0], 6) and b.kv.grow(group[1], 6)
+    assert b.kv.swap_out(group) and b.kv.take_copies() == []
+    b.run()
+    assert [len(transfer.blocks) for transfer in b.moving.values()] == [2]
+    b.finish()
+    assert b.kv.swap_in(group)
     b.run()
     b.finish()
-    assert b.kv.swap_in([parent, child])
+    for request in group:
+        b.plan(request)
+    b.run()
+    for request in group:
+        request.token_ids.append(7)
+        b.compute(request)
+
+
+def test_the_tail_of_a_swapped_sequence_is_evicted_before_its_head():
+    b = KVBench(num_blocks=12, num_host_blocks=20)
+    request = b.computed(TEXT)
+    b.kv.swap_out([request])
     b.run()
     b.finish()
-    b.compute(parent)
-    b.compute(child)
+    b.kv.free(request)
+    b.kv.host.pool.reset_names()
+    b.computed([9] * 20)
+    assert b.cached(TEXT) == 28

@@ -119,6 +119,29 @@ def test_samples_of_one_prompt_share_it_and_the_last_owner_writes_in_place(spec)
     assert b.kv.pool.usage == 0
 
 
+def test_a_state_that_others_share_is_not_overwritten_by_the_one_it_came_from():
+    b = KVBench([FULL, STATE])
+    parent = b.computed(TEXT[:10])
+    child = b.sequence(TEXT[:10])
+    b.kv.fork(parent, child)
+    for request, token in ((parent, 1), (child, 2)):
+        request.token_ids.append(token)
+        b.compute(request)
+
+
+def test_a_state_is_kept_also_where_there_was_room_for_more_than_was_computed():
+    b = KVBench([STATE])
+    request = b.sequence(TEXT[:20])
+    b.admit(request, 12)
+    b.kv.grow(request, 12)
+    b.compute(request, 8)
+    b.compute(request, 10)
+    assert b.cached(TEXT) == 8
+    follower = b.sequence(TEXT[:9])
+    assert b.admit(follower) == 8
+    b.compute(follower)
+
+
 def test_a_planned_row_keeps_its_block_table_while_the_next_step_is_prepared():
     b = KVBench([FULL, window(5)], num_blocks=20)
     parent = b.computed(TEXT[:10])
