@@ -63,12 +63,6 @@ class Reference:
 
     model: Any
 
-    def tables(self, tokens: int, first: int = 0) -> list[list[int]]:
-        """Block tables of so many tokens, one a KV group, over the blocks from ``first`` on."""
-        blocks = -(-tokens // self.config().block_size)
-        groups = range(len(self.executor.info.kv["groups"]))
-        return [list(range(first + blocks * group, first + blocks * (group + 1))) for group in groups]
-
     @torch.inference_mode()
     def logits(self, ids: Sequence[int], last: int = 0) -> torch.Tensor:
         """Logits [positions, V] after each of the ``last`` tokens (0: all)."""
@@ -159,13 +153,46 @@ class Engine:
         if isinstance(params, int):
             greedy = SamplingParams(temperature=0, max_tokens=params, ignore_eos=True, seed=0)
             params = [greedy] * len(prompts)
-        self.core.add(
+        return self._run(
             [
                 EngineRequest(request_id=str(i), prompt_token_ids=list(prompt), sampling=sampling)
                 for i, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))
             ]
         )
-        outputs: dict[str, list[EngineOutput]] = {str(i): [] for i in range(len(prompts))}
+
+    def samples(
+        self, prompt: Sequence[int], params: SamplingParams, beside: Sequence[Sequence[int]] = ()
+    ) -> list[list[EngineOutput]]:
+        """The outputs of each of ``params.n`` samples of a prompt, then those of other prompts."""
+        self.core = EngineCore(self.config(), self.executor)
+        own = [self._sample(prompt, params, index, "group") for index in range(params.n)]
+        others = [
+            EngineRequest(request_id=f"other {i}", prompt_token_ids=list(other), sampling=params)
+            for i, other in enumerate(beside)
+        ]
+        return self._run([*own, *others])
+
+    def sample(self, prompt: Sequence[int], params: SamplingParams, index: int) -> list[EngineOutput]:
+        """The outputs of one sample, made alone."""
+        self.core = EngineCore(self.config(), self.executor)
+        return self._run([self._sample(prompt, params, index, None)])[0]
+
+    def _sample(
+        self, prompt: Sequence[int], params: SamplingParams, index: int, group: str | None
+    ) -> EngineRequest:
+        return EngineRequest(
+            request_id=f"sample {index}",
+            prompt_token_ids=list(prompt),
+            sampling=params,
+            sample_index=index,
+            group=group,
+        )
+
+    def _run(self, requests: Sequence[EngineRequest]) -> list[list[EngineOutput]]:
+        """To the end -> the outputs of each request."""
+        assert self.core is not None
+        self.core.add(requests)
+        outputs: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
         self.peak_usage = 0.0
         while self.core.has_work:
             for output in self.core.step():

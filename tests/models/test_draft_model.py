@@ -1,10 +1,13 @@
 """A draft model's proposals: its own next tokens, kept right whatever the target accepts."""
 
+import itertools
 import random
 
 import pytest
 
 from octavo.core.plan import Row, SampleSpec, StepPlan
+from octavo.core.sampling_params import SamplingParams
+from octavo.core.speculation import SpeculationControl
 from octavo.errors import ConfigError
 
 POOL = {"kv_cache_memory_bytes": 4 << 20, "max_num_batched_tokens": 256}
@@ -86,6 +89,49 @@ def test_rows_that_ask_for_none_get_none(pair) -> None:
         Row("d", prompt(13), 0, [[6, 7]], propose=2),
     ]
     assert [len(row.drafts) for row in engine.executor.execute(StepPlan(0, rows)).rows] == [0, 2, 0, 0]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("pattern", ["on", "on and off"])
+def test_the_engine_uses_all_proposals_of_a_perfect_draft(
+    pattern, asynchronous, pair, tokens, monkeypatch
+) -> None:
+    """Also when the draft model has been left out of some steps, in the middle of blocks, with neighbours."""
+    choices = itertools.cycle([True] * 5 + [False] * 7 * (pattern != "on"))
+    monkeypatch.setattr(SpeculationControl, "worthwhile", lambda self, rows: next(choices))
+    engine = pair("llama", "llama")
+    batch = [prompt(20), prompt(37, seed=2), prompt(5, seed=3)]
+    params = [
+        SamplingParams(temperature=temperature, seed=4, max_tokens=60, ignore_eos=True)
+        for temperature in (0.0, 1.0, 0.7)
+    ]
+    plain = engine.generate(batch, params, speculative_config=None, async_scheduling=False)
+    without = engine.stats.steps
+    made = engine.generate(batch, params, async_scheduling=asynchronous)
+    assert tokens(made) == tokens(plain)
+    speculation = engine.core._scheduler.speculation
+    assert speculation.num_accepted == speculation.num_draft_tokens > 0
+    assert engine.stats.steps < without / (3 if pattern == "on" else 1.3)
+
+
+def test_tokens_do_not_depend_on_a_draft_model(pair, tokens) -> None:
+    """Whatever it proposes: with rules, several samples, a warm cache, and preemption by either means."""
+    engine = pair("gemma3", "qwen3")
+    batch = [prompt(40), prompt(33, seed=5), prompt(18, seed=6)]
+    params = [
+        SamplingParams(seed=4, max_tokens=30, ignore_eos=True, **fields)
+        for fields in (
+            {"temperature": 0.0, "frequency_penalty": 1.0},
+            {"temperature": 1.0, "top_k": 20},
+            {"temperature": 0.0, "logprobs": 2},
+        )
+    ]
+    plain = tokens(engine.generate(batch, params, speculative_config=None))
+    assert tokens(engine.generate(batch, params)) == plain
+    assert tokens(engine.again(batch, params)) == plain
+    several = SamplingParams(seed=4, max_tokens=20, ignore_eos=True, temperature=1.0, n=3)
+    samples = tokens(engine.samples(batch[0], several))
+    assert samples == [tokens([engine.sample(batch[0], several, index)])[0] for index in range(3)]
 
 
 def test_both_models_share_the_pool(pair, make_tiny, engine_of) -> None:

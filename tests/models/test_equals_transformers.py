@@ -74,6 +74,39 @@ def test_preempted(name, make_tiny, engine_of, tokens) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_an_evicted_prefix_comes_back_from_host_memory(name, make_tiny, engine_of, tokens) -> None:
+    tiny = make_tiny(name)
+    config = tiny.reference.model.config
+    block = 2 * config.num_hidden_layers * 16 * config.num_key_value_heads * config.head_dim * 4
+    small = engine_of(tiny.path, kv_cache_memory_bytes=24 * block, max_model_len=160, kv_offloading_gib=0.01)
+    kept, *others = prompts(100, 120, 110, 130, 125, seed=18)
+    for offload in (0.01, 0.0):
+        first = small.generate([kept], 8, kv_offloading_gib=offload)
+        for other in others:
+            small.again([other], 16)
+        again = small.again([kept], 8)
+        assert tokens(again) == tokens(first)
+        assert (again[0][0].num_cached_tokens > 0) == (offload > 0)
+
+
+def test_blocks_that_slid_out_of_a_window_serve_others(make_tiny, engine_of, tokens) -> None:
+    """Two sequences of 200 tokens in 48 blocks: with all tokens of all four layers kept they take 104."""
+    tiny = make_tiny("gemma3")
+    small = engine_of(
+        tiny.path, kv_cache_memory_bytes=48 * 4096, max_model_len=256, max_num_batched_tokens=32
+    )
+    assert small.executor.info.num_blocks == 48
+    batch = prompts(60, 45, seed=16)
+    made = tokens(small.generate(batch, 145, enable_prefix_caching=False))
+    assert small.stats.preemptions == 0
+    for prompt, each in zip(batch, made, strict=True):
+        tiny.reference.check_greedy(prompt, each)
+    small.generate(prompts(16, seed=17), 224)
+    full, sliding = 240 // 16, 3 * (24 // 16 + 1 + 1)
+    assert small.peak_usage <= (full + sliding) / 48
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_prefix_cache_off_on_and_warm(name, engine, tokens) -> None:
     shared = prompts(90, seed=3)[0]
     batch = [shared + tail for tail in prompts(5, 20, 1, seed=4)] + [shared[:64], shared]

@@ -75,3 +75,9 @@ def test_gemma3_far_past_the_sliding_window(gemma3_gguf, engine_of, gguf_referen
     long, short = tokens(engine.generate([ids, ids[:40]], 4, max_num_batched_tokens=300))
     reference.check_greedy(ids, long)
     reference.check_greedy(ids[:40], short)
+    info = engine.executor.info
+    assert [group.get("window") for group in info.kv["groups"]] == [None] + [512] * 5
+    assert info.block_bytes == 3 * 2 * 16 * 256 * 4
+    engine.generate([ids], 4, max_num_batched_tokens=64)
+    everything, kept = 6 * 45, 45 + 5 * ((512 + 64) // 16 + 1)
+    assert engine.peak_usage * info.num_blocks <= kept < everything

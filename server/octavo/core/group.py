@@ -139,7 +139,18 @@ class Planned:
     sequences that draw from its end; set when the step begins.
     """
 
-    __slots__ = ("drafts", "end", "group", "known", "request", "start", "takers", "trusted")
+    __slots__ = (
+        "drafted",
+        "drafts",
+        "end",
+        "group",
+        "known",
+        "propose",
+        "request",
+        "start",
+        "takers",
+        "trusted",
+    )
 
     def __init__(self, request: Request, start: int, end: int, known: bool) -> None:
         self.request = request
@@ -148,5 +159,7 @@ class Planned:
         self.end = end
         self.known = known
         self.drafts: list[int] = []
+        self.propose = 0  # tokens that the draft model shall propose, which has computed those below
+        self.drafted = start
         self.takers: Sequence[Request] = ()
         self.trusted = True  # what it computes may stay findable

@@ -71,8 +71,8 @@ class Row(msgspec.Struct, frozen=True, gc=False):
 
     ``propose`` is how many tokens a draft model shall propose to follow the row's draws
     (``RowResult.drafts``; fewer where ``block_tables[0]`` has no room for the draws and all but the last of
-    the proposals). It computes only the rows with ``propose``: give it to all rows of a sequence, chunks of
-    its prompt too.
+    the proposals). It computes only rows with ``propose``: what they compute and what is drawn, after the
+    tokens from position ``drafted`` to ``start``, which it has not computed yet and finds in ``history``.
     """
 
     request_id: str
@@ -84,6 +84,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     history: list[int] | None = None
     prompt_logprobs: int | None = None
     propose: int = 0
+    drafted: int = -1  # -1: all before ``start``
 
 
 class Transfer(msgspec.Struct, frozen=True):

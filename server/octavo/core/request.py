@@ -203,6 +203,7 @@ class Request:
         "token_ids",
         "transfer",
         "undrafted",
+        "unfollowed",
     )
 
     def __init__(
@@ -242,6 +243,7 @@ class Request:
         self.drawn: TokenLogprobs | None = None  # of a beam: its continuations, until all have theirs
         self.drafts: list[int] = []  # what a draft model proposes to follow
         self.acceptance = 1.0  # share of its drafts that held, of late
+        self.unfollowed = 0  # computed tokens that the draft model has still to compute
         self.undrafted = 0  # tokens since it last had a draft, where they are hopeless
         self.proposer: Proposer | None = None  # what proposes drafts from the tokens themselves
         self.scheduled_time = 0.0

@@ -261,7 +261,9 @@ class Scheduler:
                 any(row.drafts for row in plan.rows),
                 sum(len(row.token_ids) for row in result.rows),
             )
-            self.speculation.control.measure(len(plan.rows), drafted, tokens, seconds)
+            asked = any(row.propose for row in plan.rows)
+            if drafted == asked or not self.settings.draft_model:  # else half of the cost, or of the gain
+                self.speculation.control.measure(len(plan.rows), drafted, tokens, seconds)
 
     def lose_step(self) -> list[EngineOutput]:
         """The planned step broke off: its sequences end, and what their blocks were to hold is forgotten.
@@ -314,6 +316,8 @@ class Scheduler:
             if planned.drafts:
                 accepted = len(drawn.token_ids) - 1
                 request.num_computed_tokens += accepted
+                if not planned.propose:
+                    request.unfollowed += accepted
                 self.speculation.judge(request, len(planned.drafts), accepted)
         return self._take(request, drawn.token_ids, drawn.logprobs, now)
 

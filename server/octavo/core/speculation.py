@@ -19,7 +19,9 @@ from octavo.core.request import Request
 MIN_ACCEPTANCE = 0.25  # of drafts that were judged; below it they cost more than they save on any machine
 KEEP_ACCEPTANCE = 0.9  # weight of what was known beside one more judged draft
 PROBE_TOKENS = 32  # a sequence with hopeless drafts tries one again after so many tokens
-PROBE_STEPS = 64  # steps after which the slower way is tried once more
+PROBE_STEPS = 64  # steps after which the slower way is tried once more,
+PROBE_RUN = 2  # for so many steps: a draft model's proposals are drawn in the step before
+MAX_UNFOLLOWED = 64  # tokens that a draft model catches up on; a sequence further ahead of it gets no drafts
 MIN_STEPS = 4  # steps of one way before it is compared with the other
 KEEP_PACE = 0.98  # weight of the steps so far beside one more
 
@@ -62,7 +64,7 @@ class SpeculationControl:
             return with_.steps <= without.steps
         count[0] += 1
         faster = with_.tokens_per_s > without.tokens_per_s
-        return faster != (count[0] % PROBE_STEPS == 0)
+        return faster != (count[0] % PROBE_STEPS < PROBE_RUN)
 
     def measure(self, rows: int, drafted: bool, tokens: int, seconds: float) -> None:
         """Take in a step of decoding rows alone that gave ``tokens`` in all."""
@@ -88,6 +90,7 @@ class Speculation:
         self.num_accepted = 0
         self.accepted_at = [0] * limit
         self._make_proposer = make_proposer
+        self._on = True
 
     def add_drafts(self, rows: Sequence[Planned], budget: int, kv: KVCache) -> None:
         """Let decoding rows carry drafts, as far as the step's budget, the blocks and the limits go."""
@@ -100,16 +103,38 @@ class Speculation:
             and not row.request.finished
         ]
         left = budget - sum(row.end - row.start for row in rows)
-        if not decoding or left <= 0 or not self.control.worthwhile(len(decoding)):
-            return
-        for row in decoding:
-            drafts = self.drafts(row.request)[:left]
-            more = 0 if self._make_proposer else self.limit  # room for what a draft model proposes next
+        before = self._on
+        if decoding:
+            self._on = self.control.worthwhile(len(decoding))
+        if self._make_proposer is None:
+            self._use(decoding if before else [], left, kv)
+            self._ask(rows, left - sum(len(row.drafts) for row in decoding), kv)
+        else:
+            self._use(decoding if self._on else [], left, kv)
+
+    def _use(self, rows: Sequence[Planned], left: int, kv: KVCache) -> None:
+        for row in rows:
+            drafts = self.drafts(row.request)[: max(0, left)]
             if drafts and kv.grow(row.request, row.end + len(drafts), row.start):
                 row.drafts = drafts
                 left -= len(drafts)
-            if more:
-                kv.grow(row.request, row.end + len(row.drafts) + more, row.start)
+
+    def _ask(self, rows: Sequence[Planned], left: int, kv: KVCache) -> None:
+        """Let the draft model follow the rows, and propose what comes after those that draw.
+
+        The blocks grow for the proposals where there are some; else there will be fewer.
+        """
+        for row in rows:
+            request, behind = row.request, min(row.request.unfollowed, row.start)
+            hopeless = request.acceptance < MIN_ACCEPTANCE or row.group.search is not None
+            if not self._on or hopeless or behind > min(left, MAX_UNFOLLOWED):
+                request.unfollowed = behind + row.end - row.start
+                continue
+            left -= behind
+            row.propose, row.drafted, request.unfollowed = self.limit, row.start - behind, 0
+            if row.end == len(request.token_ids) and row.group.shared:
+                end = row.end + len(row.drafts) + self.limit
+                kv.grow(request, min(end, request.max_total_tokens), row.start)
 
     def drafts(self, request: Request) -> list[int]:
         """What may follow a sequence all of whose tokens are computed or planned."""

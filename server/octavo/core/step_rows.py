@@ -48,7 +48,8 @@ def make_row(planned: Planned, settings: SchedulerSettings, kv: KVCache) -> Row 
         planned.drafts,
         tokens if needs_history else None,
         prompt_logprobs,
-        settings.num_speculative_tokens if settings.draft_model and group.search is None else 0,
+        planned.propose,
+        planned.drafted,
     )
 
 

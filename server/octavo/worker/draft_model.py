@@ -67,10 +67,12 @@ class _Line:
         blocks = row.block_tables[0]
         self._end = len(blocks) * block_size  # first position that has no place
         drawn = result.token_ids if len(row.samples) == 1 else []
-        known = [*row.token_ids, *drawn][: self._end - row.start]
-        self.row = Row(row.request_id, known, row.start, [blocks])
+        start = row.start if row.drafted < 0 else row.drafted
+        behind = row.history[start : row.start] if row.history is not None else []
+        known = [*behind, *row.token_ids, *drawn]
+        self.row = Row(row.request_id, known[: self._end - start], start, [blocks])
         self.proposed: list[int] = []
-        self.draws = bool(drawn) and len(known) == len(row.token_ids) + len(drawn)
+        self.draws = bool(drawn) and start + len(known) <= self._end
         self._wanted = row.propose
         self._history, self._drawn = row.history, drawn
         self._spec = msgspec.structs.replace(row.samples[0], logprobs=None) if self.draws else None
