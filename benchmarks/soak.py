@@ -44,6 +44,7 @@ FLAGS = (
     "--max-num-batched-tokens=256",
     "--max-model-len=1024",
     "--kv-cache-memory-bytes=48Mi",
+    "--scheduling-policy=priority",
     "--served-model-name=soak",
 )
 STUCK_S = 120.0  # a request that has not ended by then never will

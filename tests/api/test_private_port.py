@@ -28,7 +28,9 @@ def test_server_info_says_what_the_router_needs(fast: Any, renderer: Any) -> Non
     assert info["prompt"]["template_digest"] == renderer.assets.template_digest
     assert info["kv"]["root"] == BlockHasher(info["kv"]["hash"], info["kv"]["block_size"]).root.hex()
     assert info["kv"]["num_blocks"] == 400
-    assert info["limits"] == {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_queue": 1024}
+    assert info["limits"] == {
+        "max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_queue": 1024, "max_queue_tokens": 0,
+    }  # fmt: skip
     assert info["load"] == fast.http.get(fast.private_url + "/load").json()
 
 

@@ -295,6 +295,34 @@ def test_what_can_never_fit_is_told_with_need_and_capacity(serve: Any) -> None:
         assert full.usage.total_tokens == 801  # the cache holds 800; the last token drawn is never stored
 
 
+def test_a_full_queue_of_tokens_and_a_deadline_that_cannot_be_met_are_refused_with_a_time(serve: Any) -> None:
+    """An engine of 50 steps of 4 tokens a second at most, with a long prompt before everyone."""
+    settings = {"max_num_batched_tokens": 4, "max_queue_tokens": 1500, "enable_prefix_caching": False}
+    with serve("paced", **settings) as running:
+        busy = running.client().completions.create(model="tiny", prompt=[4] * 1200, max_tokens=1, stream=True)
+        for _ in range(100):  # until its rate is measured
+            load = running.get("/load").json()
+            if load["prefill_tokens_per_s"] and load["waiting_tokens"]:
+                break
+            running.thread.join(0.02)
+        too_much = running.post("/v1/completions", {**COMPLETION, "prompt": [5] * 1400})
+        assert error_of(too_much, 429)["code"] == "rate_limit_exceeded"
+        assert "max-queue-tokens 1500" in error_of(too_much, 429)["message"]
+        assert 1 <= int(too_much.headers["retry-after"]) <= 60
+        late = {**COMPLETION, "timeout_s": 0.05}
+        for body in (late, {**late, "stream": True}):
+            refused = running.post("/v1/completions", body)
+            assert error_of(refused, 429)["code"] == "deadline_exceeded"
+            assert int(refused.headers["retry-after"]) >= 1
+        assert [chunk.choices[0].finish_reason for chunk in busy][-1] == "length"
+        in_time = {**COMPLETION, "timeout_s": 60, "max_tokens": 2, "ignore_eos": True}
+        answer = running.post("/v1/completions", in_time)
+        assert answer.json()["choices"][0]["finish_reason"] == "length"
+        over = {**COMPLETION, "timeout_s": 0.3, "max_tokens": 500, "ignore_eos": True}
+        cut = running.post("/v1/completions", over).json()["choices"][0]
+        assert (cut["finish_reason"], cut["stop_reason"]) == ("abort", "timeout")
+
+
 def test_more_sequences_than_the_queue_holds_are_refused(serve: Any) -> None:
     with serve("paced", max_queue=4, max_num_seqs=1) as running:
         body = {**COMPLETION, "n": 5, "temperature": 1}

@@ -375,3 +375,19 @@ def test_equal_hashes_of_other_tokens_are_told_apart_where_hits_are_verified(ben
     assert any(b.cached(f"{number} again") == 8 for number in range(12))
     for number in range(12):
         assert b.tokens(str(number)) == b.executor.alone([number] * 9, 8)
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+def test_a_prompt_under_way_counts_as_waiting_tokens_also_when_its_next_chunk_was_decided_early(
+    bench, prepares
+):
+    engine = bench(num_blocks=60, max_num_batched_tokens=10)
+    engine.add("long", range(50), max_tokens=1)
+    seen = []
+    while engine.scheduler.has_requests:
+        plan = engine.scheduler.schedule()
+        seen.append(engine.scheduler.stats().waiting_tokens)
+        if prepares:
+            engine.scheduler.prepare()
+        engine.take(engine.scheduler.update(plan, engine.executor.execute(plan)))
+    assert seen == [39, 29, 19, 9, 0]

@@ -16,13 +16,14 @@ import msgspec
 
 from octavo.api.errors import InternalFault
 from octavo.api.metrics import Metrics
+from octavo.core.admission import check_deadline, check_queue
 from octavo.core.outputs import EngineOutput, EngineRequest, FinishReason, RequestTimes
 from octavo.core.plan import TokenLogprobs
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.client import EngineClient
 from octavo.engine.messages import Ready
 from octavo.engine.stream import OutputStream
-from octavo.errors import InvalidRequest, QueueFull
+from octavo.errors import InvalidRequest
 from octavo.prompt.engine_params import engine_params
 from octavo.prompt.renderer import PromptRenderer
 from octavo.prompt.text_stream import TextStream
@@ -70,6 +71,7 @@ class Generation:
         sampling: SamplingParams,
         *,
         max_queue: int,
+        max_queue_tokens: int,
         max_running: int,
         cache_salt: str | None = None,
         priority: int = 0,
@@ -87,7 +89,8 @@ class Generation:
                 f"the request asks for {asked}: at most {max_queue} fit the queue",
                 param="n" if samples > len(prompts) else "prompt",
             )
-        self._max_in_flight = max_queue + max_running
+        self._max_queue, self._max_queue_tokens, self._seats = max_queue, max_queue_tokens, max_running
+        self._deadline = deadline
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
         self._arrival = time.time()
         name = uuid.uuid4().hex
@@ -118,11 +121,11 @@ class Generation:
         """Hand the requests to the engine.
 
         With ``answer_first`` it also waits, a moment, for what the engine says first, so that a refusal still
-        gets a status of its own. Raises ``InvalidRequest``, ``QueueFull`` or ``Unavailable``.
+        gets a status of its own. Raises ``InvalidRequest``, ``QueueFull``, ``DeadlineExceeded`` or
+        ``Unavailable``.
         """
         requests = [sequence.request for sequence in self._sequences.values()]
-        if self._engine.in_flight + len(requests) > self._max_in_flight:
-            raise QueueFull("the queue is full: come back later")
+        self._check_room(len(requests))
         self._stream = self._engine.submit(requests)
         self._metrics.started(requests, self.sampling)
         self._first = asyncio.ensure_future(anext(self._stream))
@@ -131,6 +134,21 @@ class Generation:
             if self._first.done() and (error := self._first.exception()) is not None:
                 await self.close()
                 raise error
+
+    def _check_room(self, new: int) -> None:
+        """What the scheduler would say as well, by the load after its last step."""
+        tokens, rate = self._engine.stats.waiting_tokens, self._engine.stats.prefill_tokens_per_s
+        check_deadline(self._deadline, now=time.time(), tokens=tokens, rate=rate)
+        check_queue(
+            max_queue=self._max_queue,
+            max_queue_tokens=self._max_queue_tokens,
+            waiting=self._engine.in_flight,
+            seats=self._seats,
+            tokens=tokens,
+            new=new,
+            new_tokens=sum(map(len, self.prompts)),
+            rate=rate,
+        )
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """What is new, until every choice has ended. Raises ``InternalFault`` or ``Unavailable`` when one

@@ -129,6 +129,7 @@ class ParsedRequest:
             self.prompts,
             self.sampling,
             max_queue=config.max_queue,
+            max_queue_tokens=config.max_queue_tokens,
             max_running=config.max_num_seqs,
             cache_salt=self.cache_salt,
             priority=self.priority,

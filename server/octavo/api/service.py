@@ -143,6 +143,7 @@ class Service:
                 "max_num_seqs": self.config.max_num_seqs,
                 "max_num_batched_tokens": self.config.max_num_batched_tokens,
                 "max_queue": self.config.max_queue,
+                "max_queue_tokens": self.config.max_queue_tokens,
             },
             "load": self.load(),
         }

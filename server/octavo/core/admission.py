@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from octavo.core.settings import SchedulerSettings
 from octavo.errors import DeadlineExceeded, QueueFull
 
 MAX_RETRY_AFTER_S = 60  # a longer guess at when the queue has room is not worth telling
 
 
 def check_queue(
-    settings: SchedulerSettings,
     *,
+    max_queue: int,
+    max_queue_tokens: int,
     waiting: int,
     seats: int,
     tokens: int,
@@ -18,20 +18,21 @@ def check_queue(
     new_tokens: int,
     rate: float,
 ) -> None:
-    """Raise ``QueueFull`` where ``new`` sequences of ``new_tokens`` find no room.
+    """Raise ``QueueFull`` where ``new`` sequences of ``new_tokens`` find no room among ``max_queue`` that may
+    wait, with ``max_queue_tokens`` (0: no limit).
 
     ``waiting`` sequences are there, ``seats`` of them could run; ``tokens`` are to be computed before the
     last of them starts, at ``rate`` tokens a second (0.0: unknown).
     """
     wait = retry_after(tokens, rate)
-    if waiting + new - seats > settings.max_queue:
+    if waiting + new - seats > max_queue:
         raise QueueFull(
-            f"{waiting} requests wait (max-queue {settings.max_queue}): try again later", retry_after_s=wait
+            f"{waiting} requests wait (max-queue {max_queue}): try again later", retry_after_s=wait
         )
-    limit = settings.max_queue_tokens
-    if limit and tokens and tokens + new_tokens > limit:
+    if max_queue_tokens and tokens and tokens + new_tokens > max_queue_tokens:
         raise QueueFull(
-            f"{tokens} tokens wait, {new_tokens} would join them (max-queue-tokens {limit}): try again later",
+            f"{tokens} tokens wait, {new_tokens} would join them (max-queue-tokens {max_queue_tokens}): "
+            "try again later",
             retry_after_s=wait,
         )
 

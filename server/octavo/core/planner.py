@@ -77,7 +77,8 @@ class Planner:
 
     def tokens_under_way(self) -> int:
         """Tokens to compute of prompts that are begun."""
-        return sum(group.tokens_left() - len(group.members) for group in self._prefilling if group.members)
+        left = (group.tokens_left() - len(group.members) for group in self._prefilling if group.members)
+        return sum(max(0, count) for count in left)
 
     # A step
 
@@ -114,7 +115,7 @@ class Planner:
         """
         work: list[tuple[Group, list[tuple[Request, int]]]] = []
         decodes = prefills = 0
-        self._prefilling.clear()
+        self._prefilling = [group for group in self._prefilling if group.planned and group.members]
         for group in self.running:
             if group.planned:
                 continue

@@ -122,7 +122,8 @@ class Scheduler:
         for request in requests:
             check_deadline(request.deadline, now=now, tokens=tokens, rate=rate)
         check_queue(
-            self.settings,
+            max_queue=self.settings.max_queue,
+            max_queue_tokens=self.settings.max_queue_tokens,
             waiting=count(self.planner.waiting),
             seats=max(0, self.settings.max_num_seqs - count(self.planner.running)),
             tokens=tokens,
