@@ -151,6 +151,60 @@ def test_rules_give_the_tokens_of_transformers(
     assert made == output[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_prompt_log_probabilities_are_those_of_transformers(tiny_llama: Any, llama: Any, chat: bool) -> None:
+    import torch
+
+    _, model = tiny_llama
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    asked = {"messages": CHAT} if chat else {"prompt": ["the quick brown fox", list(range(90, 130))]}
+    body = {"model": "tiny", "max_tokens": 2, "prompt_logprobs": 2, "return_token_ids": True, **asked}
+    answer = llama.post(path, {**body, "n": 2}).json()
+    assert llama.post(path, {**body, "n": 2}).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    for whole in [answer] if chat else answer["choices"]:
+        prompt, shown = whole["prompt_token_ids"], whole["prompt_logprobs"]
+        with torch.no_grad():
+            expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        assert len(shown) == len(prompt) and shown[0] is None
+        for row, token, entries in zip(expected, prompt[1:], shown[1:], strict=False):
+            assert next(iter(entries)) == str(token)
+            assert entries[str(token)]["rank"] == 1 + int((row > row[token]).sum())
+            assert {str(i) for i in row.topk(2).indices.tolist()} <= set(entries)
+            for other, entry in entries.items():
+                assert entry["logprob"] == pytest.approx(row[int(other)].item(), abs=1e-4)
+                assert isinstance(entry["decoded_token"], str)
+
+
+@pytest.mark.parametrize(("penalty", "early"), [(1.0, False), (0.5, False), (2.0, True)])
+def test_beams_come_in_the_order_of_transformers(
+    tiny_llama: Any, llama: Any, renderer: Any, penalty: float, early: bool
+) -> None:
+    """Case 10: the length that a score is divided by is that of the output alone."""
+    import torch
+
+    _, model = tiny_llama
+    prompt = renderer.encode("the quick brown fox jumps " * 8)
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 12,
+        "n": 4,
+        "use_beam_search": True,
+        "logprobs": 1,
+    }
+    answer = llama.post(
+        "/v1/completions",
+        {**body, "length_penalty": penalty, "early_stopping": early, "return_token_ids": True},
+    ).json()
+    output = model.generate(
+        torch.tensor([prompt]), max_new_tokens=12, do_sample=False, num_beams=4, num_return_sequences=4,
+        length_penalty=penalty, early_stopping=early,
+    )  # fmt: skip
+    expected = [[token for token in one if token] for one in output[:, len(prompt) :].tolist()]
+    assert [choice["token_ids"] for choice in answer["choices"]] == expected
+    assert all(len(one["logprobs"]["tokens"]) == len(one["token_ids"]) for one in answer["choices"])
+
+
 def test_an_answer_is_at_least_min_tokens_long(llama: Any) -> None:
     ends = {"logit_bias": {"1": 100}, "temperature": 0}
     assert complete(llama, **ends)["token_ids"] == [1]

@@ -196,6 +196,43 @@ def test_samples_keep_to_their_own_rules_beside_others(llm):
     assert all(re.fullmatch("[xy]{5}", one.text) for one in together[4].outputs)
 
 
+@pytest.mark.parametrize("drafts", [None, {"method": "ngram", "num_speculative_tokens": 3}])
+def test_rules_and_forms_hold_through_preemption_and_drafts(llm, drafts):
+    form = StructuredOutputs(regex="(ab|ba){10,20}!")
+    several = [
+        SamplingParams(n=2, temperature=1, seed=seed, max_tokens=60, structured_outputs=form)
+        if seed % 2
+        else SamplingParams(
+            temperature=0.7,
+            seed=seed,
+            max_tokens=60,
+            ignore_eos=True,
+            repetition_penalty=1.2,
+            bad_words=["a"],
+        )
+        for seed in range(6)
+    ]
+    prompts = [f"prompt {i} ab ba ab ba" for i in range(6)]
+    alone = [
+        llm.generate(one, params, use_tqdm=False)[0] for one, params in zip(prompts, several, strict=True)
+    ]
+    tight = small(llm, drafts)
+    together = tight.generate(prompts, several, use_tqdm=False)
+    assert tight.stats().preemptions
+    if drafts is not None:
+        assert tight.stats().accepted_draft_tokens
+    for one, other in zip(alone, together, strict=True):
+        assert [sample.token_ids for sample in one.outputs] == [sample.token_ids for sample in other.outputs]
+        assert all(sample.error is None for sample in other.outputs)
+    assert all(re.fullmatch("(ab|ba){10,20}!", s.text) for o in together[1::2] for s in o.outputs)
+
+
+def small(llm, drafts):
+    """The same model with a cache for hardly more than one of its longest requests."""
+    settings = {"dtype": "float32", "max_model_len": 112, "kv_cache_memory_bytes": "64Ki", "max_num_seqs": 6}
+    return LLM(llm.config.model, **settings, **({"speculative_config": drafts} if drafts else {}))
+
+
 def test_a_form_that_cannot_be_held_to_is_refused_before_anything_runs(llm):
     with pytest.raises(InvalidRequest, match="look-around"):
         llm.generate("x", SamplingParams(structured_outputs=StructuredOutputs(regex="(?<=a)b")))
