@@ -7,8 +7,11 @@
 namespace octavo {
 namespace OCTAVO_ISA {
 
-// Rows whose sums stay in registers together.
-constexpr int kAttentionRows = kWidth == 16 ? 8 : 3;
+// Rows whose sums stay in registers together; more than kSliceRows of them take half a slice of 32 dimensions at a time.
+constexpr int kAttentionRows = kWidth == 16 ? 8 : 6;
+constexpr int kSliceRows = kWidth == 16 ? 8 : 3;
+template <int M>
+constexpr int kSliceVecs = M <= kSliceRows ? kPanelVecs : kPanelVecs / 2;
 
 static inline void prefetch_group(const void* p, long bytes) {
     for (long i = 0; i < bytes; i += 64) _mm_prefetch(static_cast<const char*>(p) + i, _MM_HINT_T0);
@@ -30,57 +33,65 @@ static inline void score_group(const float* q, long stride, const float* keys, l
 
 template <int M>
 static inline void score_group(const float* q, long stride, const bf16* keys, long dim, float* scores) {
-    Vec even[M][kGroupVecs], odd[M][kGroupVecs];
+    Vec acc[M][kGroupVecs];
     for (int m = 0; m < M; m++)
-        for (int v = 0; v < kGroupVecs; v++) even[m][v] = odd[m][v] = zero();
-    for (long d = 0; d < dim; d += 2, keys += 2 * kGroup)
-        for (int v = 0; v < kGroupVecs; v++) {
-            const Vec first = load_first(keys + v * kWidth * 2), second = load_second(keys + v * kWidth * 2);
-            for (int m = 0; m < M; m++) {
-                even[m][v] = fma(first, set1(q[m * stride + d]), even[m][v]);
-                odd[m][v] = fma(second, set1(q[m * stride + d + 1]), odd[m][v]);
-            }
-        }
+        for (int v = 0; v < kGroupVecs; v++) acc[m][v] = zero();
+    const auto step = [&](const Vec (&column)[kGroupVecs], const float* x) {
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < kGroupVecs; v++) acc[m][v] = fma(column[v], set1(x[m * stride]), acc[m][v]);
+    };
+    for (long d = 0; d < dim; d += 2, keys += 2 * kGroup) {
+        Vec column[kGroupVecs];
+        for (int v = 0; v < kGroupVecs; v++) column[v] = load_first(keys + v * kWidth * 2);
+        step(column, q + d);
+        for (int v = 0; v < kGroupVecs; v++) column[v] = load_second(keys + v * kWidth * 2);
+        step(column, q + d + 1);
+    }
     for (int m = 0; m < M; m++)
-        for (int v = 0; v < kGroupVecs; v++) store(scores + m * kChunk + v * kWidth, add(even[m][v], odd[m][v]));
+        for (int v = 0; v < kGroupVecs; v++) store(scores + m * kChunk + v * kWidth, acc[m][v]);
 }
 
-// 32 dimensions of the values, weighted; `values` points at the first of them.
+// kSliceVecs vectors of dimensions of the values, weighted; `slice` is the first of them.
 template <int M>
 static inline void weigh_slice(const Tile<float>& t, long slice, const float* p, float* out) {
-    Vec acc[M][kPanelVecs];
+    constexpr int kVecs = kSliceVecs<M>;
+    Vec acc[M][kVecs];
     for (int m = 0; m < M; m++)
-        for (int v = 0; v < kPanelVecs; v++) acc[m][v] = zero();
+        for (int v = 0; v < kVecs; v++) acc[m][v] = zero();
     for (long g = 0; g < t.groups; g++) {
         const float* values = t.values[g] + slice;
         for (long token = g * kGroup; token < (g + 1) * kGroup; token++, values += t.padded_dim)
-            for (int v = 0; v < kPanelVecs; v++) {
+            for (int v = 0; v < kVecs; v++) {
                 const Vec row = load(values + v * kWidth);
                 for (int m = 0; m < M; m++) acc[m][v] = fma(row, set1(p[m * kChunk + token]), acc[m][v]);
             }
     }
     for (int m = 0; m < M; m++)
-        for (int v = 0; v < kPanelVecs; v++) store(out + m * t.padded_dim + slice + v * kWidth, acc[m][v]);
+        for (int v = 0; v < kVecs; v++) store(out + m * t.padded_dim + slice + v * kWidth, acc[m][v]);
 }
 
 template <int M>
 static inline void weigh_slice(const Tile<bf16>& t, long slice, const float* p, float* out) {
-    Vec acc[M][kPanelVecs];
+    constexpr int kVecs = kSliceVecs<M>;
+    Vec acc[M][kVecs];
     for (int m = 0; m < M; m++)
-        for (int v = 0; v < kPanelVecs; v++) acc[m][v] = zero();
+        for (int v = 0; v < kVecs; v++) acc[m][v] = zero();
+    const auto step = [&](const Vec (&row)[kVecs], long token) {
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < kVecs; v++) acc[m][v] = fma(row[v], set1(p[m * kChunk + token]), acc[m][v]);
+    };
     for (long g = 0; g < t.groups; g++) {
         const bf16* values = t.values[g] + 2 * slice;
-        for (long token = g * kGroup; token < (g + 1) * kGroup; token += 2, values += 2 * t.padded_dim)
-            for (int v = 0; v < kPanelVecs; v++) {
-                const Vec first = load_first(values + v * kWidth * 2), second = load_second(values + v * kWidth * 2);
-                for (int m = 0; m < M; m++) {
-                    acc[m][v] = fma(first, set1(p[m * kChunk + token]), acc[m][v]);
-                    acc[m][v] = fma(second, set1(p[m * kChunk + token + 1]), acc[m][v]);
-                }
-            }
+        for (long token = g * kGroup; token < (g + 1) * kGroup; token += 2, values += 2 * t.padded_dim) {
+            Vec row[kVecs];
+            for (int v = 0; v < kVecs; v++) row[v] = load_first(values + v * kWidth * 2);
+            step(row, token);
+            for (int v = 0; v < kVecs; v++) row[v] = load_second(values + v * kWidth * 2);
+            step(row, token + 1);
+        }
     }
     for (int m = 0; m < M; m++)
-        for (int v = 0; v < kPanelVecs; v++) store(out + m * t.padded_dim + slice + v * kWidth, acc[m][v]);
+        for (int v = 0; v < kVecs; v++) store(out + m * t.padded_dim + slice + v * kWidth, acc[m][v]);
 }
 
 template <class T>
@@ -102,7 +113,7 @@ struct VectorProducts {
 
     template <int M>
     static void weigh_rows(const Tile<T>& t, long row) {
-        for (long slice = 0; slice < t.padded_dim; slice += kPanel)
+        for (long slice = 0; slice < t.padded_dim; slice += kSliceVecs<M> * kWidth)
             weigh_slice<M>(t, slice, t.probabilities + row * kChunk, t.chunk.values + row * t.padded_dim);
     }
 
@@ -114,10 +125,10 @@ struct VectorProducts {
             case 0: return;
             case 1: return Step<1>::run(t, row);
             case 2: return Step<2>::run(t, row);
-#if defined(__AVX512F__)
             case 3: return Step<3>::run(t, row);
             case 4: return Step<4>::run(t, row);
             case 5: return Step<5>::run(t, row);
+#if defined(__AVX512F__)
             case 6: return Step<6>::run(t, row);
             default: return Step<7>::run(t, row);
 #endif
