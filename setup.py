@@ -30,7 +30,7 @@ FLAGS = [
 ]
 # GCC 12 takes the undefined source of a fully masked intrinsic, in its own headers, for an oversight.
 FLAGS += ["-Wall", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-BASELINE = ["api", "dispatch", "pack", "scratch", "thread_pool"]
+BASELINE = ["api", "dispatch", "operations", "pack", "program", "scratch", "thread_pool"]
 OPERATIONS = ["attention", "cache", "matmul", "norm", "rotary", "table"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"]

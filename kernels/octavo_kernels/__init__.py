@@ -4,7 +4,7 @@
 (plain torch, the truth every other backend is tested against).
 """
 
-from octavo_kernels.ops import AttentionBatch, KernelsUnavailable, Ops, PackedWeight
+from octavo_kernels.ops import AttentionBatch, KernelsUnavailable, Ops, PackedWeight, Replay
 from octavo_kernels.registry import load
 
-__all__ = ["AttentionBatch", "KernelsUnavailable", "Ops", "PackedWeight", "load"]
+__all__ = ["AttentionBatch", "KernelsUnavailable", "Ops", "PackedWeight", "Replay", "load"]

@@ -7,8 +7,9 @@ Activations, weights and the KV cache of one model share one dtype. ``out`` has 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,6 +51,10 @@ class AttentionBatch:
     max_query_len: int
 
 
+Replay: TypeAlias = Callable[[int, int], None]
+"""Runs what was recorded, for so many tokens (rows) and sequences in the same buffers."""
+
+
 class Ops(Protocol):
     """What a backend offers. One instance serves one process; calls come from one thread at a time."""
 
@@ -61,6 +66,15 @@ class Ops(Protocol):
 
     def set_num_threads(self, n: int) -> None:
         """Use n threads in all (the caller's included)."""
+
+    def record(self, forward: Callable[[], None]) -> Replay | None:
+        """Note the operations that ``forward`` calls, without running them, to run them often; None where
+        the backend does not record.
+
+        They must be operations on rows of buffers that stay where they are, with results in place or to
+        ``out``: not :meth:`lookup` or :meth:`copy_blocks`. A replay reads and writes these buffers from their
+        starts, whatever number of rows was recorded. The caller keeps the buffers alive.
+        """
 
     def pack(self, weight: Tensor, dtype: torch.dtype) -> PackedWeight:
         """Copy weight [N, K] (float32, bfloat16 or float16) into the backend's layout as ``dtype``."""

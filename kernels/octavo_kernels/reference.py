@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,9 @@ class ReferenceOps:
 
     def set_num_threads(self, n: int) -> None:
         torch.set_num_threads(n)
+
+    def record(self, forward: Callable[[], None]) -> None:
+        return None
 
     def pack(self, weight: Tensor, dtype: torch.dtype) -> PackedWeight:
         n, k = weight.shape

@@ -211,8 +211,7 @@ class Engine:
         """Logits [positions, V] of one prompt in one step, after each of its ``last`` tokens (0: all)."""
         runner = self.executor.runner
         tables = self.tables(len(ids))
-        batches = runner.inputs.fill([Row("logits", list(ids), 0, tables)])
-        hidden = runner.model.forward(batches, runner.pages.layers)
+        hidden = runner.forward([Row("logits", list(ids), 0, tables)])
         return runner.model.logits(hidden[-last:], None)
 
 

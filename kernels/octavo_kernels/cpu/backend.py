@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from octavo_kernels.cpu.library import Arena, Weight, open_library, usable_cpus
-from octavo_kernels.ops import AttentionBatch, PackedWeight
+from octavo_kernels.ops import AttentionBatch, PackedWeight, Replay
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
@@ -34,6 +36,19 @@ class _Packed:
     memory: mmap.mmap
 
 
+class _Program:
+    """Recorded operations. They hold addresses: whoever recorded them keeps the buffers."""
+
+    def __init__(
+        self, address: int, replay: Callable[[int, int, int], None], forget: Callable[[int], None]
+    ) -> None:
+        self._address, self._replay = address, replay
+        weakref.finalize(self, forget, address)
+
+    def __call__(self, tokens: int, sequences: int) -> None:
+        self._replay(self._address, tokens, sequences)
+
+
 class CpuOps:
     """C++ kernels: AMX, AVX-512 with bfloat16, or AVX2. They bring their own threads; keep torch's at one."""
 
@@ -44,6 +59,7 @@ class CpuOps:
         library = open_library()
         self.isa = library.isa
         self._arena = Arena()
+        self._recording = False
         self._brief, self._long = library.brief, library.long
         self._matmul = library.brief.matmul
         self._rms_norm = library.brief.rms_norm
@@ -54,6 +70,22 @@ class CpuOps:
 
     def set_num_threads(self, n: int) -> None:
         self._brief.set_threads(n)
+
+    def record(self, forward: Callable[[], None]) -> Replay:
+        self._brief.start_recording()
+        self._recording = True
+        try:
+            forward()
+        finally:
+            self._recording = False
+            program = _Program(self._brief.end_recording(), self._long.replay, self._brief.forget)
+        return program
+
+    def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Where a result goes that was given no place."""
+        if self._recording:
+            raise ValueError("an operation that is recorded needs a place for its result (out)")
+        return torch.empty(shape, dtype=dtype)
 
     def pack(self, weight: Tensor, dtype: torch.dtype) -> PackedWeight:
         return self._pack(weight, None, dtype)
@@ -86,7 +118,7 @@ class CpuOps:
             raise TypeError(f"x is {x.dtype}, the weight {w.dtype}")
         m = x.shape[0]
         if out is None:
-            out = torch.empty((m, w.shape[0]), dtype=out_dtype or x.dtype)
+            out = self._new((m, w.shape[0]), out_dtype or x.dtype)
         product = self._matmul if m <= _BRIEF_ROWS else self._long.matmul
         product(
             x.data_ptr(),
@@ -118,7 +150,7 @@ class CpuOps:
             raise ValueError(f"activation {activation!r} is not one of {', '.join(_ACTIVATIONS)}")
         m = x.shape[0]
         if out is None:
-            out = torch.empty((m, w.shape[0]), dtype=x.dtype)
+            out = self._new((m, w.shape[0]), x.dtype)
         product = self._matmul if m <= _BRIEF_ROWS else self._long.matmul
         product(
             x.data_ptr(),
@@ -138,7 +170,7 @@ class CpuOps:
         if weight.dtype is not dtype:
             raise TypeError(f"x is {dtype}, the norm's weight {weight.dtype}")
         if out is None:
-            out = torch.empty(x.shape, dtype=dtype)
+            out = self._new(x.shape, dtype)
         if x.dim() == 3:
             tokens, heads, dim = x.shape
             x_head, out_head = x.stride(1), out.stride(1)
@@ -169,7 +201,7 @@ class CpuOps:
             raise TypeError(f"x is {dtype}, the residual {residual.dtype}, the norm's weight {weight.dtype}")
         tokens, dim = x.shape
         if out is None:
-            out = torch.empty((tokens, dim), dtype=dtype)
+            out = self._new((tokens, dim), dtype)
         self._add_rms_norm(
             x.data_ptr(),
             x.stride(0),
@@ -249,7 +281,7 @@ class CpuOps:
     ) -> Tensor:
         _, heads, dim = q.shape
         if out is None:
-            out = torch.empty(q.shape, dtype=q.dtype)
+            out = self._new(q.shape, q.dtype)
         tables = batch.block_tables
         _, kv_heads, block_size, token_elements = cache.shape
         (self._brief if batch.max_query_len <= _BRIEF_ROWS else self._long).attention(

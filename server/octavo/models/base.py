@@ -99,17 +99,19 @@ class CausalLM:
     def build_layer(self, build: Builder, index: int) -> DecoderLayer:
         raise TypeError(f"{type(self).__name__} does not say how its layers are built")
 
-    def forward(self, batches: Sequence[ForwardBatch], caches: Sequence[tuple[int, Tensor]]) -> Tensor:
-        """Run T tokens through all layers, writing their keys and values -> hidden states [T, hidden].
+    def embed(self, batch: ForwardBatch) -> None:
+        """Set the residual stream to the embeddings of the T tokens."""
+        self._embedding(batch)
+
+    def run_layers(self, batches: Sequence[ForwardBatch], caches: Sequence[tuple[int, Tensor]]) -> None:
+        """Run T tokens through all layers, writing their keys and values; hidden states come out in ``x``.
 
         ``batches`` is one step as each KV group sees it; ``caches`` names each layer's group, and its pages.
+        Only the kernels' operations work here, on the batch's buffers, so that they can be recorded.
         """
-        self._embedding(batches[0])
         for layer, (group, pages) in zip(self._layers, caches, strict=True):
             layer(batches[group], pages)
-        activations = batches[0].activations
-        self._norm.add_and_norm(activations)
-        return activations.x
+        self._norm.add_and_norm(batches[0].activations)
 
     def logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """Float32 logits [S, vocabulary] of the given rows of ``hidden`` (None: of all)."""

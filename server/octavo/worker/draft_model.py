@@ -11,14 +11,12 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-from torch import Tensor
 
 from octavo.core.plan import Row, RowResult
-from octavo.models.base import CausalLM
 from octavo.sampling.rules import Past
 from octavo.sampling.sampler import Draw
 from octavo.worker.draws import Drawer, Wanted, moved
-from octavo.worker.inputs import StepInputs
+from octavo.worker.forward import Forward
 from octavo.worker.pages import KVPages
 
 
@@ -28,10 +26,8 @@ class DraftModel:
     Its layers use the block tables of the first KV group, which keeps every token.
     """
 
-    def __init__(
-        self, model: CausalLM, drawer: Drawer, inputs: StepInputs, pages: KVPages, block_size: int
-    ) -> None:
-        self._model, self._drawer, self._inputs, self.pages = model, drawer, inputs, pages
+    def __init__(self, forward: Forward, drawer: Drawer, pages: KVPages, block_size: int) -> None:
+        self._forward, self._drawer, self.pages = forward, drawer, pages
         self._block_size = block_size
 
     def propose(self, rows: Sequence[Row], results: Sequence[RowResult]) -> dict[str, list[int]]:
@@ -52,9 +48,6 @@ class DraftModel:
             draws = self._drawer.draw(hidden, [line.wanted(token) for line, token in drawing])
             under_way = [line for (line, _), draw in zip(drawing, draws, strict=True) if line.take(draw)]
         return {line.row.request_id: line.proposed for line in lines}
-
-    def _forward(self, rows: Sequence[Row]) -> Tensor:
-        return self._model.forward(self._inputs.fill(rows), self.pages.layers)
 
 
 class _Line:

@@ -27,6 +27,7 @@ from octavo.worker import sizing
 from octavo.worker.connector import HostConnector, NullConnector
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.draws import Drawer
+from octavo.worker.forward import Forward
 from octavo.worker.gpu import gpu_budget, largest_step
 from octavo.worker.host import engines_here, free_memory, set_threads
 from octavo.worker.inputs import StepInputs
@@ -111,33 +112,30 @@ class Loaded:
         config, place = self.config, self.place
         sampler = Sampler(RuleBook(config.max_num_seqs, grammars))
 
-        def inputs(activations: ActivationBuffers, groups: int) -> StepInputs:
-            rows, length = config.max_num_seqs, size.max_model_len
-            return StepInputs(
-                activations, rows, length, size.block_size, groups, size.num_blocks, place.device
-            )
-
         def pages(model: CausalLM, places: Sequence[tuple[int, int]]) -> KVPages:
             return KVPages.allocate(
                 place.ops, model.shape, places, size.num_blocks, size.block_size, place.dtype, place.device
             )
 
+        def forward(model: CausalLM, activations: ActivationBuffers, groups: int, own: KVPages) -> Forward:
+            rows, length = config.max_num_seqs, size.max_model_len
+            inputs = StepInputs(
+                activations, rows, length, size.block_size, groups, size.num_blocks, place.device
+            )
+            return Forward(model, place.ops, inputs, own)
+
         draft = None
         if self.draft is not None and self._draft_activations is not None:
-            draft = DraftModel(
-                self.draft,
-                Drawer(self.draft, sampler, place.device),
-                inputs(self._draft_activations, 1),
-                pages(self.draft, [(0, layer) for layer in range(self.draft.config.num_layers)]),
-                size.block_size,
-            )
+            own = pages(self.draft, [(0, layer) for layer in range(self.draft.config.num_layers)])
+            drafting = forward(self.draft, self._draft_activations, 1, own)
+            draft = DraftModel(drafting, Drawer(self.draft, sampler, place.device), own, size.block_size)
         own = pages(self.model, self.layout.layers)
         tensors = own.tensors + (draft.pages.tensors if draft is not None else [])
         return ModelRunner(
             self.model,
             place.ops,
             Drawer(self.model, sampler, place.device),
-            inputs(self._activations, len(self.layout.groups)),
+            forward(self.model, self._activations, len(self.layout.groups), own),
             own,
             HostConnector(tensors, host_blocks) if host_blocks else NullConnector(),
             draft,

@@ -13,7 +13,7 @@ from octavo.models.base import CausalLM
 from octavo.worker.connector import KVConnector
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.draws import Drawer, draws_of, row_result
-from octavo.worker.inputs import StepInputs
+from octavo.worker.forward import Forward
 from octavo.worker.pages import KVPages
 from octavo_kernels import Ops
 
@@ -26,12 +26,12 @@ class ModelRunner:
         model: CausalLM,
         ops: Ops,
         drawer: Drawer,
-        inputs: StepInputs,
+        forward: Forward,
         pages: KVPages,
         connector: KVConnector,
         draft: DraftModel | None = None,
     ) -> None:
-        self.model, self.inputs, self.pages = model, inputs, pages
+        self.model, self.forward, self.pages = model, forward, pages
         self._ops, self._drawer, self._connector, self._draft = ops, drawer, connector, draft
         self._tensors = pages.tensors + (draft.pages.tensors if draft is not None else [])
 
@@ -49,7 +49,7 @@ class ModelRunner:
         return StepResult(plan.step, results, self._connector.finished(wait=not plan.rows))
 
     def _run_rows(self, rows: Sequence[Row]) -> list[RowResult]:
-        hidden = self.model.forward(self.inputs.fill(rows), self.pages.layers)
+        hidden = self.forward(rows)
         ends = np.cumsum([len(row.token_ids) + len(row.drafts) for row in rows]).tolist()
         draws = [list(draws_of(row, end)) for row, end in zip(rows, ends, strict=True)]
         drawn = iter(self._drawer.draw(hidden, [draw for each in draws for draw in each]))

@@ -61,6 +61,7 @@ struct Norm {
     long x_token, x_head, residual_token, out_token, out_head;    // strides in elements
     float eps;
     int dtype;
+    long tokens;
 };
 
 struct Rotary {
@@ -72,6 +73,7 @@ struct Rotary {
     const float* sin;
     const int64_t* positions;
     int dtype;
+    long tokens;
 };
 
 // Where a KV head's keys and values of one block lie: keys first, then values, each in groups of 16 tokens.
@@ -94,6 +96,7 @@ struct WriteKV {
     long k_token, k_head, v_token, v_head;
     long kv_heads;
     const int64_t* slots;
+    long tokens;
 };
 
 struct Attention {
@@ -109,6 +112,7 @@ struct Attention {
     float scale;
     long window;           // 0: none
     float softcap;         // 0: none
+    long sequences;
     long tile_tokens;      // queries of one sequence that one task takes
     float* partials;       // [slot][rows up to a multiple of 16][2 + padded_dim], for tasks that share a sequence
 };

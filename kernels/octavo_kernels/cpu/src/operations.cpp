@@ -1,0 +1,148 @@
+#include "operations.h"
+
+#include <string.h>
+
+#include <vector>
+
+namespace octavo {
+
+const Kernels* active = nullptr;
+
+namespace {
+
+constexpr long kMatmulRows = 256;        // rows of one matmul task,
+constexpr long kWideValues = 1 << 16;    // or as many as hold so many values of float32 x: what stays in the L2 cache
+constexpr long kAttentionRows = 96;    // query rows (tokens times heads a KV head) of one attention task
+constexpr size_t kPartialFloats = size_t(16) << 20;    // partial results of attention kept at once
+
+thread_local std::vector<float> wide;        // x as float32
+thread_local std::vector<bf16> narrow;       // x with k rounded up
+thread_local std::vector<float> partials;
+thread_local std::vector<AttentionTask> tasks;
+
+// Bring x into the form that the kernel wants.
+void prepare_x(Matmul& a) {
+    a.x_form = active->x_form(a);
+    const long k = a.weight.k, whole = round_up(k, kTileK), m = a.m, stride = a.x_stride;
+    const bf16* x = static_cast<const bf16*>(a.x);
+    if (a.x_form == kWide) {
+        if (long(wide.size()) < m * whole) wide.resize(m * whole);
+        float* out = wide.data();
+        parallel(m, kElementsPerTask / whole, [=](long r0, long r1) {
+            active->widen(x + r0 * stride, stride, k, out + r0 * whole, whole, r1 - r0);
+        });
+        a.x = out;
+        a.x_stride = whole;
+    } else if (a.weight.dtype == kBFloat16 && k != whole) {
+        narrow.assign(m * whole, bf16{0});
+        for (long r = 0; r < m; r++) memcpy(&narrow[r * whole], x + r * stride, k * sizeof(bf16));
+        a.x = narrow.data();
+        a.x_stride = whole;
+    }
+}
+
+// Tiles of queries by KV heads; where these are too few to occupy the threads, also pieces of the context.
+void plan_attention(const Attention& a, std::vector<AttentionTask>& plan) {
+    plan.clear();
+    for (long s = 0; s < a.sequences; s++) {
+        const long length = a.query_start[s + 1] - a.query_start[s];
+        for (long first = 0; first < length; first += a.tile_tokens)
+            for (long head = 0; head < a.kv_heads; head++) {
+                AttentionTask task{int32_t(s), int32_t(head), int32_t(first),
+                                   int32_t(smaller(a.tile_tokens, length - first)), 0, 0, -1};
+                chunk_range(a, task);
+                plan.push_back(task);
+            }
+    }
+}
+
+void attend_tasks(const Attention& a, const std::vector<AttentionTask>& plan) {
+    struct Job {
+        const Attention& attention;
+        const AttentionTask* tasks;
+    } job{a, plan.data()};
+    run_tasks(
+        long(plan.size()),
+        [](const void* data, long i) {
+            const Job& j = *static_cast<const Job*>(data);
+            active->attend(j.attention, j.tasks[i]);
+        },
+        &job);
+}
+
+// In rounds, so that what the chunks of long contexts leave behind stays within bounds.
+void attend_split(Attention& a, const std::vector<AttentionTask>& whole) {
+    const size_t slot = round_up(a.tile_tokens * (a.heads / a.kv_heads), 16) * (2 + a.cache.padded_dim);
+    std::vector<AttentionTask> merged, pieces;
+    for (size_t next = 0; next < whole.size(); merged.clear(), pieces.clear()) {
+        while (next < whole.size()) {
+            AttentionTask task = whole[next];
+            const size_t chunks = task.chunk_end - task.chunk_begin;
+            if (!merged.empty() && (pieces.size() + chunks) * slot > kPartialFloats) break;
+            task.partial = int32_t(pieces.size());
+            for (int32_t chunk = task.chunk_begin; chunk < task.chunk_end; chunk++) {
+                AttentionTask piece = task;
+                piece.partial = int32_t(pieces.size());
+                piece.chunk_begin = chunk;
+                piece.chunk_end = chunk + 1;
+                pieces.push_back(piece);
+            }
+            merged.push_back(task);
+            next++;
+        }
+        if (partials.size() < pieces.size() * slot) partials.resize(pieces.size() * slot);
+        a.partials = partials.data();
+        attend_tasks(a, pieces);
+        for (const AttentionTask& task : merged) active->merge(a, task);
+    }
+}
+
+}  // namespace
+
+void run(Matmul a) {
+    prepare_x(a);
+    const bool wide_x = a.x_form == kWide || a.weight.dtype == kFloat32;
+    const long most = wide_x ? larger(1, kWideValues / a.weight.k) : kMatmulRows;
+    const long blocks = ceil_div(a.m, most), rows = ceil_div(a.m, blocks), panels = a.weight.panels();
+    const long wanted = ceil_div(pool_threads() * kTasksPerThread, blocks);
+    const long pieces = smaller(panels, wanted);
+    struct Job {
+        const Matmul& a;
+        long rows, panels, pieces;
+    } job{a, rows, panels, pieces};
+    run_tasks(
+        blocks * pieces,
+        [](const void* data, long i) {
+            const Job& j = *static_cast<const Job*>(data);
+            const long piece = i % j.pieces, row = i / j.pieces * j.rows;
+            active->matmul(j.a, j.panels * piece / j.pieces, j.panels * (piece + 1) / j.pieces, row,
+                           smaller(row + j.rows, j.a.m));
+        },
+        &job);
+}
+
+void run(const Norm& a) {
+    parallel(a.tokens * a.heads, kElementsPerTask / a.dim, [&a](long r0, long r1) { active->norm(a, r0, r1); });
+}
+
+void run(const Rotary& a) {
+    const long size = (a.heads + a.kv_heads) * a.dim;
+    parallel(a.tokens, kElementsPerTask / size, [&a](long t0, long t1) { active->rotary(a, t0, t1); });
+}
+
+void run(const WriteKV& a) {
+    const long size = 2 * a.kv_heads * a.cache.dim;
+    parallel(a.tokens, kElementsPerTask / size, [&a](long t0, long t1) { active->write_kv(a, t0, t1); });
+}
+
+void run(Attention a) {
+    long longest = 1;    // of the queries: a decode step's tiles, and its partial results, are of one token
+    for (long s = 0; s < a.sequences; s++) longest = larger(longest, a.query_start[s + 1] - a.query_start[s]);
+    a.tile_tokens = larger(1, smaller(longest, kAttentionRows / (a.heads / a.kv_heads)));
+    plan_attention(a, tasks);
+    const long threads = pool_threads();
+    if (threads > 1 && long(tasks.size()) < threads * kTasksPerThread) attend_split(a, tasks);
+    else attend_tasks(a, tasks);
+}
+
+}  // namespace octavo

@@ -1,0 +1,38 @@
+// Each operation on the threads of the pool, by the kernels of the instruction set that was chosen.
+#pragma once
+
+#include "kernels.h"
+#include "thread_pool.h"
+
+namespace octavo {
+
+extern const Kernels* active;
+
+constexpr long kTasksPerThread = 4;           // so that a thread that is held up leaves the rest to others
+constexpr long kElementsPerTask = 1 << 15;    // of element-wise work: some microseconds
+
+// body(begin, end) over [0, count), in pieces of at least `grain`.
+template <class Body>
+static void parallel(long count, long grain, const Body& body) {
+    const long pieces = smaller(ceil_div(count, larger(grain, 1)), pool_threads() * kTasksPerThread);
+    if (pieces <= 1) return body(0, count);
+    struct Job {
+        const Body& body;
+        long count, pieces;
+    } job{body, count, pieces};
+    run_tasks(
+        pieces,
+        [](const void* data, long i) {
+            const Job& j = *static_cast<const Job*>(data);
+            j.body(j.count * i / j.pieces, j.count * (i + 1) / j.pieces);
+        },
+        &job);
+}
+
+void run(Matmul);
+void run(const Norm&);
+void run(const Rotary&);
+void run(const WriteKV&);
+void run(Attention);
+
+}  // namespace octavo
