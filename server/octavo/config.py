@@ -23,6 +23,10 @@ SPECULATIVE_METHODS = ("ngram", "draft_model")
 MAX_DRAFTS = 64  # tokens guessed at a time, or matched
 POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
+TOOL_PARSERS = (
+    "hermes", "llama3_json", "qwen3_xml", "qwen3_coder", "mistral", "pythonic", "deepseek_v3", "granite",
+)  # fmt: skip
+REASONING_PARSERS = ("qwen3", "deepseek_r1", "granite", "mistral")
 HASH_ALGOS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*(|k|M|G|T|Ki|Mi|Gi|Ti)B?$")
 _UNIT = {
@@ -229,6 +233,20 @@ class EngineConfig:
         None, "JSON passed to the chat template unless the request says otherwise", parse=_json_object,
         metavar="JSON",
     )  # fmt: skip
+    chat_template: str | None = _setting(None, "a file, or the template itself, in place of the model's own")
+    chat_template_content_format: str = _setting(
+        "auto", "how templates get contents: texts, or lists of parts; auto: as the template reads them",
+        choices=("auto", "string", "openai"),
+    )  # fmt: skip
+    trust_request_chat_template: bool = _setting(False, "take chat_template from requests; it may take long")
+    enable_auto_tool_choice: bool = _setting(True, "let models decide to call tools")
+    tool_call_parser: str = _setting(
+        "auto", "format of tool calls; auto: by the chat template", choices=("auto", "none", *TOOL_PARSERS)
+    )
+    reasoning_parser: str = _setting(
+        "auto", "splits reasoning from the answer; auto: by the chat template",
+        choices=("auto", "none", *REASONING_PARSERS),
+    )  # fmt: skip
     tensor_parallel_size: int = _setting(1, "tensor parallel ranks", off=(1,))
     pipeline_parallel_size: int = _setting(1, "pipeline parallel ranks", off=(1,))
     quantization: str | None = _setting(None, "quantisation of safetensors weights", off=("none",))
@@ -238,7 +256,6 @@ class EngineConfig:
     )  # fmt: skip
     speculative_model: str | None = _setting(None, "the draft model (speculative-config says more)")
     num_speculative_tokens: int | None = _setting(None, "tokens speculative-model guesses at a time")
-    reasoning_parser: str | None = _setting(None, "splits reasoning from the answer", off=("none",))
     kv_cache_dtype: str = _setting("auto", "type of the KV cache", off=("auto",))
     log_level: str = _setting("info", "how much to log", choices=("debug", "info", "warning", "error"))
 

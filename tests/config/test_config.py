@@ -15,7 +15,7 @@ from octavo.errors import ConfigError
     "flag",
     [
         "--tensor-parallel-size=1", "--pipeline-parallel-size=1", "--quantization=none",
-        "--reasoning-parser=none", "--kv-cache-dtype=auto",
+        "--kv-cache-dtype=auto",
     ],
 )  # fmt: skip
 def test_a_feature_to_come_takes_the_flag_that_leaves_it_off(flag: str) -> None:

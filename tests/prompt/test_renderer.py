@@ -253,3 +253,99 @@ def test_a_long_text_is_tokenised_whole_when_it_may_fit_and_not_at_all_when_it_c
     assert smollm2.completion(spaces, longest=len(smollm2.encode(spaces))) == [smollm2.encode(spaces)]
     with pytest.raises(ContextLengthExceeded, match=r"the first 1600 of 2800 characters make \d+ tokens"):
         smollm2.completion(text, longest=200)
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+CALLS = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}]
+
+
+def test_tools_and_earlier_calls_reach_the_template_as_objects(smollm2: Any) -> None:
+    template = (
+        "{{ tools[0].function.name }} {% for m in messages %}{{ m.role }} "
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a[0] }} {% endfor %}"
+        "{{ m.content or '' }} {{ m.reasoning_content or '' }};{% endfor %}{{ documents[0].title }}"
+    )
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": CALLS, "reasoning": "why"},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "42"}]},
+        {"role": "function", "name": "f", "content": "43"},
+    ]
+    body = {"messages": messages, "tools": TOOLS, "documents": [{"title": "T"}]}
+    rendered = with_template(smollm2, template).render(body)
+    assert rendered == "f assistant 1  why;tool 42 ;function 43 ;T"
+    objects = [{**CALLS[0], "function": {"name": "f", "arguments": {"a": [1]}}}]
+    same = {**body, "messages": [{**messages[0], "tool_calls": objects}, *messages[1:]]}
+    assert with_template(smollm2, template).render(same) == rendered
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"documents": ["text"]}, "documents"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"chat_template": 1}, "chat_template"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "5"}}]}
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ({"messages": [{"role": "assistant", "content": "x", "reasoning": 1}]}, "messages[0].reasoning"),
+    ],
+)
+def test_a_wrong_field_of_a_chat_is_named(smollm2: Any, changes: dict[str, Any], param: str) -> None:
+    assert refused(smollm2, {"messages": CHAT, **changes}).param == param
+
+
+def test_contents_come_as_parts_where_the_template_reads_parts(smollm2: Any) -> None:
+    loops = "{% for m in messages %}{% for part in m['content'] %}<{{ part.text }}>{% endfor %}{% endfor %}"
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert with_template(smollm2, loops).render({"messages": messages}) == "<a><b>"
+    assert with_template(smollm2, loops).render({"messages": [{"role": "user", "content": "a"}]}) == "<a>"
+    texts = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert with_template(smollm2, texts).render({"messages": messages}) == "a\nb"
+    forced = with_template(smollm2, texts, content_format="openai")
+    assert forced.render({"messages": messages}).startswith("[{")
+    continued = {
+        "messages": [*messages, {"role": "assistant", "content": "so"}],
+        "continue_final_message": True,
+    }
+    assert with_template(smollm2, loops).render(continued) == "<a><b><so"
+
+
+def test_the_effort_to_reason_reaches_the_template(smollm2: Any) -> None:
+    renderer = with_template(smollm2, "{{ reasoning_effort }} {{ enable_thinking | default('unsaid') }}")
+    assert renderer.render({"messages": CHAT, "reasoning_effort": "low"}) == "low unsaid"
+    assert renderer.render({"messages": CHAT, "reasoning_effort": "none"}) == "none False"
+    asked = {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "none"}
+    assert renderer.render(asked) == "none True"
+
+
+def test_requests_bring_templates_only_where_they_are_trusted(smollm2: Any) -> None:
+    trusting = with_template(smollm2, "own", request_templates=True)
+    assert trusting.render({"messages": CHAT, "chat_template": "{{ messages | length }}"}) == "4"
+    assert "does not compile" in refused(trusting, {"messages": CHAT, "chat_template": "{% for %}"}).message
+    refusing = refused(trusting, {"messages": CHAT, "chat_template": "{{ raise_exception('not so') }}"})
+    assert refusing.message == "not so"
+
+
+def test_a_template_of_the_settings_replaces_the_models_own(model_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("from a file")
+    for given, expected in ((str(file), "from a file"), ("{{ 'given' }}", "{{ 'given' }}")):
+        assets = load_assets(model_folder, EngineConfig(model="m", chat_template=given))
+        assert assets.chat_template == expected
+    with pytest.raises(ModelLoadError, match="neither a template nor a file"):
+        load_assets(model_folder, EngineConfig(model="m", chat_template="no-such-file"))

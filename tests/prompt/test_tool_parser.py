@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_outputs import BARE_WRITERS, SCHEMAS, WRITERS, Call
 
+from octavo.config import REASONING_PARSERS, TOOL_PARSERS
 from octavo.prompt.tools.formats import REASONING_FORMATS, TOOL_FORMATS, reasoning_format, tool_format
 from octavo.prompt.tools.parser import (
     CallArguments,
@@ -352,3 +353,8 @@ def test_auto_picks_the_formats_by_the_chat_template(tools: str, thoughts: str |
     assert tool_format("auto", "{{ messages }}") is None
     assert tool_format("none", template) is None
     assert reasoning_format("auto", None) is None
+
+
+def test_the_settings_know_every_format_by_name() -> None:
+    assert set(TOOL_PARSERS) == set(TOOL_FORMATS)
+    assert set(REASONING_PARSERS) == set(REASONING_FORMATS)

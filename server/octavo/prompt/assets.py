@@ -20,7 +20,7 @@ from octavo.gguf_file import GGUFFile
 from octavo.prompt.gguf_tokenizer import tokenizer_json
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-_FORMAT = 1  # of ``to_bytes``; a reader refuses another
+_FORMAT = 2  # of ``to_bytes``; a reader refuses another
 
 
 class PromptAssets(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,8 @@ class PromptAssets(msgspec.Struct, frozen=True, kw_only=True):
 
     ``special_tokens`` maps ``bos_token``, ``eos_token`` ... to their text, as chat templates expect them.
     ``vocab_size`` is the number of token ids that a prompt may hold. ``generation_config`` holds the model's
-    own sampling defaults.
+    own sampling defaults. ``content_format``: string, openai (a list of parts) or auto (what the template
+    reads). ``request_templates``: requests may bring a template of their own.
     """
 
     tokenizer_json: str
@@ -37,6 +38,8 @@ class PromptAssets(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens: dict[str, str] = {}
     default_chat_template_kwargs: dict[str, Any] = {}
     generation_config: dict[str, Any] = {}
+    content_format: str = "auto"
+    request_templates: bool = False
     format: int = _FORMAT
 
     @property
@@ -47,7 +50,12 @@ class PromptAssets(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def template_digest(self) -> str:
         """Equal when chats render to the same text: template, special tokens and default arguments."""
-        parts = [self.chat_template, self.special_tokens, self.default_chat_template_kwargs]
+        parts = [
+            self.chat_template,
+            self.special_tokens,
+            self.default_chat_template_kwargs,
+            self.content_format,
+        ]
         return _digest(json.dumps(parts, sort_keys=True))
 
     def to_bytes(self) -> bytes:
@@ -71,10 +79,22 @@ def load_assets(path: Path, config: EngineConfig | None = None) -> PromptAssets:
 
     Raises ``ModelLoadError`` naming the file that is missing or cannot be used.
     """
-    kwargs = dict(config.default_chat_template_kwargs or {}) if config else {}
+    assets = _read(path)
+    if config is None:
+        return assets
+    return msgspec.structs.replace(
+        assets,
+        chat_template=_given_template(config.chat_template) or assets.chat_template,
+        default_chat_template_kwargs=dict(config.default_chat_template_kwargs or {}),
+        content_format=config.chat_template_content_format,
+        request_templates=config.trust_request_chat_template,
+    )
+
+
+def _read(path: Path) -> PromptAssets:
     if path.is_dir():
         if (path / "tokenizer.json").is_file():
-            return _from_folder(path, kwargs)
+            return _from_folder(path)
         files = sorted(path.glob("*.gguf"))
         if len(files) != 1:
             raise ModelLoadError(
@@ -83,10 +103,22 @@ def load_assets(path: Path, config: EngineConfig | None = None) -> PromptAssets:
         path = files[0]
     if not path.is_file():
         raise ModelLoadError(f"{path} does not exist: give a model folder or a GGUF file")
-    return _from_gguf(path, kwargs)
+    return _from_gguf(path)
 
 
-def _from_gguf(path: Path, kwargs: dict[str, Any]) -> PromptAssets:
+def _given_template(given: str | None) -> str | None:
+    """The setting ``chat_template``: a file, or the template itself."""
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"chat-template is {given!r:.200}: neither a template nor a file that can be read ({error})"
+        ) from error
+
+
+def _from_gguf(path: Path) -> PromptAssets:
     with GGUFFile(path) as file:
         metadata = file.metadata
     text = tokenizer_json(metadata)
@@ -98,11 +130,10 @@ def _from_gguf(path: Path, kwargs: dict[str, Any]) -> PromptAssets:
         vocab_size=len(tokens),
         chat_template=metadata.get("tokenizer.chat_template"),
         special_tokens={name: tokens[index] for name, index in named.items() if index is not None},
-        default_chat_template_kwargs=kwargs,
     )
 
 
-def _from_folder(path: Path, kwargs: dict[str, Any]) -> PromptAssets:
+def _from_folder(path: Path) -> PromptAssets:
     settings = _read_json(path / "tokenizer_config.json")
     model = _read_json(path / "config.json")
     generation = _read_json(path / "generation_config.json")
@@ -116,7 +147,6 @@ def _from_folder(path: Path, kwargs: dict[str, Any]) -> PromptAssets:
         vocab_size=_vocab_size(model) or max(ids.values()) + 1,
         chat_template=_chat_template(path, settings),
         special_tokens=named,
-        default_chat_template_kwargs=kwargs,
         generation_config=generation,
     )
 

@@ -19,7 +19,9 @@ from octavo.errors import InvalidRequest, ModelLoadError
 
 
 class ChatTemplate:
-    """A compiled template. ``render`` is thread safe."""
+    """A compiled template. ``render`` is thread safe. ``reads_parts``: it loops over the parts of a message's
+    content, which others take as a string.
+    """
 
     def __init__(self, source: str) -> None:
         """Raises ``ModelLoadError`` when the template does not compile."""
@@ -32,8 +34,10 @@ class ChatTemplate:
         self.source = source
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ModelLoadError(f"the model's chat template does not compile: {error}") from error
+            tree = environment.parse(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ModelLoadError(f"the chat template does not compile: {error}") from error
+        self.reads_parts = any(_is_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For))
 
     def render(self, names: dict[str, Any]) -> str:
         """The text of a chat; ``names`` are what the template may use.
@@ -53,6 +57,17 @@ class ChatTemplate:
         ) as error:  # a template is a program: whatever it raises is about this request's messages
             message = f"the chat template failed on these messages: {type(error).__name__}: {error}"
             raise InvalidRequest(message, param="messages") from error
+
+
+def _is_content(node: jinja2.nodes.Node) -> bool:
+    """Whether an expression is ``message.content``, ``message['content']`` or ``content``, or filters it."""
+    if isinstance(node, jinja2.nodes.Filter) and node.node is not None:
+        return _is_content(node.node)
+    if isinstance(node, jinja2.nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, jinja2.nodes.Getitem):
+        return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "content"
+    return isinstance(node, jinja2.nodes.Name) and node.name == "content"
 
 
 class _TemplateRefusal(jinja2.TemplateError):
@@ -94,13 +109,17 @@ def render_continued(render: Render, names: dict[str, Any]) -> str:
     message.
     """
     messages = names["messages"]
-    text = messages[-1].get("content")
+    content = messages[-1].get("content")
+    parts = content if isinstance(content, list) and content else [{"type": "text", "text": content}]
+    text = parts[-1]["text"]
     if not isinstance(text, str) or not text.strip():
         raise InvalidRequest(
             "continue_final_message is true but the last message has no text to continue",
             param="continue_final_message",
         )
-    marked = [*messages[:-1], {**messages[-1], "content": text + _CONTINUE + " "}]
+    parts = [*parts[:-1], {**parts[-1], "text": text + _CONTINUE + " "}]
+    changed = parts if isinstance(content, list) else parts[-1]["text"]
+    marked = [*messages[:-1], {**messages[-1], "content": changed}]
     rendered = render({**names, "messages": marked})
     place = rendered.rfind(_CONTINUE)
     if place < 0:

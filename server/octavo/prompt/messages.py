@@ -10,8 +10,9 @@ from octavo.errors import InvalidRequest
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def template_messages(messages: Any) -> list[dict[str, Any]]:
-    """Copies of the messages whose ``content`` is a string (text parts joined by newlines) or None.
+def template_messages(messages: Any, parts: bool = False) -> list[dict[str, Any]]:
+    """Copies of the messages whose ``content`` is a string (text parts joined by newlines) or None; with
+    ``parts`` a list of text parts. Arguments of calls are objects; reasoning goes by both its names.
 
     Raises ``InvalidRequest`` naming the message and the field.
     """
@@ -19,10 +20,10 @@ def template_messages(messages: Any) -> list[dict[str, Any]]:
         raise InvalidRequest(f"messages must be a list of messages, not {_kind(messages)}", param="messages")
     if not messages:
         raise InvalidRequest("messages is empty: give at least one message", param="messages")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_message(message, f"messages[{index}]", parts) for index, message in enumerate(messages)]
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _message(message: Any, where: str, parts: bool) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidRequest(
             f"{where} must be an object with role and content, not {_kind(message)}", param=where
@@ -33,16 +34,27 @@ def _message(message: Any, where: str) -> dict[str, Any]:
             f"{where}.role is {role!r}: it must be one of {', '.join(ROLES)}", param=f"{where}.role"
         )
     plain = {key: value for key, value in message.items() if value is not None}
-    plain["content"] = _content(message.get("content"), role, where, bool(message.get("tool_calls")))
+    texts = _content(message.get("content"), role, where, bool(message.get("tool_calls")))
+    if texts is not None and parts:
+        plain["content"] = [{"type": "text", "text": text} for text in texts]
+    else:
+        plain["content"] = None if texts is None else "\n".join(texts)
+    for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
+        if name in plain:
+            if not isinstance(plain[name], str):
+                raise InvalidRequest(
+                    f"{where}.{name} must be a string, not {_kind(plain[name])}", param=f"{where}.{name}"
+                )
+            plain.setdefault(other, plain[name])
     if "tool_calls" in plain:
         plain["tool_calls"] = _tool_calls(plain["tool_calls"], f"{where}.tool_calls")
     return plain
 
 
-def _content(content: Any, role: str, where: str, has_calls: bool) -> str | None:
+def _content(content: Any, role: str, where: str, has_calls: bool) -> list[str] | None:
     field = f"{where}.content"
     if isinstance(content, str):
-        return content
+        return [content]
     if content is None:
         if role == "assistant" and has_calls:
             return None
@@ -51,7 +63,7 @@ def _content(content: Any, role: str, where: str, has_calls: bool) -> str | None
         raise InvalidRequest(
             f"{field} must be a string or a list of text parts, not {_kind(content)}", param=field
         )
-    return "\n".join(_part(part, f"{field}[{index}]") for index, part in enumerate(content))
+    return [_part(part, f"{field}[{index}]") for index, part in enumerate(content)]
 
 
 def _part(part: Any, where: str) -> str:
@@ -83,13 +95,15 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             raise InvalidRequest(
                 f"{where}[{index}] must be an object with function.name", param=f"{where}[{index}]"
             )
+        field = f"{where}[{index}].function.arguments"
         arguments = function.get("arguments") or "{}"
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except ValueError as error:
-                field = f"{where}[{index}].function.arguments"
+            except (ValueError, RecursionError) as error:
                 raise InvalidRequest(f"{field} is not JSON: {error}", param=field) from error
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(f"{field} must be an object, not {_kind(arguments)}", param=field)
         plain.append({**call, "function": {**function, "arguments": arguments}})
     return plain
 

@@ -4,6 +4,7 @@ functions.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import tokenizers
@@ -13,9 +14,12 @@ from octavo.prompt.assets import PromptAssets
 from octavo.prompt.chat_template import ChatTemplate, render_continued
 from octavo.prompt.messages import template_messages
 from octavo.prompt.pieces import PieceTable
+from octavo.prompt.tools.definitions import parse_tools
 
 # Names the renderer itself gives a template: a request sets them by their own fields.
 _RESERVED = ("messages", "add_generation_prompt", "tools", "documents", "continue_final_message")
+
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 # How much text is tokenised at first of one that may be too long, in characters for each token that fits.
 _FIRST_CHARACTERS = 8
@@ -41,15 +45,19 @@ class PromptRenderer:
     def render(self, body: dict[str, Any]) -> str:
         """The text of a chat request, its template applied.
 
-        Reads ``messages``, ``add_generation_prompt`` (default true), ``continue_final_message`` and
-        ``chat_template_kwargs``. Raises ``InvalidRequest``.
+        Reads ``messages``, ``tools``, ``documents``, ``reasoning_effort``, ``add_generation_prompt`` (default
+        true), ``continue_final_message``, ``chat_template`` and ``chat_template_kwargs``. Raises
+        ``InvalidRequest``.
         """
-        messages = template_messages(body.get("messages"))
-        if self.template is None:
+        template = self._template(body.get("chat_template"))
+        form = self.assets.content_format
+        parts = form == "openai" or (form == "auto" and template is not None and template.reads_parts)
+        messages = template_messages(body.get("messages"), parts)
+        if template is None:
             raise InvalidRequest(
                 "this model has no chat template: send text to /v1/completions instead", param="messages"
             )
-        if "developer" not in self.template.source:  # OpenAI's newer name of the system role
+        if "developer" not in template.source:  # OpenAI's newer name of the system role
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         continued = _flag(body, "continue_final_message", False)
         generation = _flag(body, "add_generation_prompt", not continued)
@@ -58,23 +66,45 @@ class PromptRenderer:
                 "continue_final_message and add_generation_prompt are both true: choose one",
                 param="continue_final_message",
             )
+        parse_tools(body.get("tools"))  # what is wrong with them is named before the template fails on it
         names = {
             **self.assets.special_tokens,
             **self.assets.default_chat_template_kwargs,
+            **_reasoning_effort(body.get("reasoning_effort")),
             **_template_kwargs(body.get("chat_template_kwargs")),
             "messages": messages,
-            "tools": None,
-            "documents": None,
+            "tools": body.get("tools") or None,
+            "documents": _documents(body.get("documents")),
             "add_generation_prompt": generation,
         }
-        return render_continued(self.template.render, names) if continued else self.template.render(names)
+        return render_continued(template.render, names) if continued else template.render(names)
+
+    def _template(self, source: Any) -> ChatTemplate | None:
+        """The model's chat template, or the request's own."""
+        if source is None:
+            return self.template
+        if not isinstance(source, str):
+            raise InvalidRequest(
+                f"chat_template is {source!r:.80}: it must be a string", param="chat_template"
+            )
+        if not self.assets.request_templates:
+            raise InvalidRequest(
+                "chat_template: this server takes no templates from requests; it does when started with "
+                "--trust-request-chat-template",
+                param="chat_template",
+            )
+        try:
+            return _compiled(source)
+        except ModelLoadError as error:
+            raise InvalidRequest(error.message, param="chat_template") from error
 
     def chat(self, body: dict[str, Any], longest: int | None = None) -> list[int]:
-        """Token ids of a chat request. The template writes special tokens itself, so none are added.
+        """Token ids of a chat request. ``longest``: as in ``encode``."""
+        return self.chat_tokens(self.render(body), longest)
 
-        ``longest``: as in ``encode``.
-        """
-        ids = self.encode(self.render(body), add_special_tokens=False, longest=longest)
+    def chat_tokens(self, rendered: str, longest: int | None = None) -> list[int]:
+        """Token ids of a rendered chat. The template writes special tokens itself, so none are added."""
+        ids = self.encode(rendered, add_special_tokens=False, longest=longest)
         if not ids:
             raise InvalidRequest("the chat template made an empty prompt of these messages", param="messages")
         return ids
@@ -200,6 +230,35 @@ def _flag(body: dict[str, Any], name: str, default: bool) -> bool:
         return default
     if not isinstance(value, bool):
         raise InvalidRequest(f"{name} is {value!r:.80}: it must be true or false", param=name)
+    return value
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: str) -> ChatTemplate:
+    return ChatTemplate(source)
+
+
+def _reasoning_effort(value: Any) -> dict[str, Any]:
+    """Templates of models that reason more or less read ``reasoning_effort``, of those that reason or do not
+    ``enable_thinking``.
+    """
+    if value is None:
+        return {}
+    if value not in _EFFORTS:
+        raise InvalidRequest(
+            f"reasoning_effort is {value!r:.80}: it must be one of {', '.join(_EFFORTS)}",
+            param="reasoning_effort",
+        )
+    return {"reasoning_effort": value, **({"enable_thinking": False} if value == "none" else {})}
+
+
+def _documents(value: Any) -> list[dict[str, Any]] | None:
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise InvalidRequest(
+            f"documents is {value!r:.80}: it must be a list of objects (title and text)", param="documents"
+        )
     return value
 
 
