@@ -77,6 +77,27 @@ class ScriptedExecutor:
         return [EOS, *ranked] if number % 64 == 0 else ranked
 
 
+class Reciting(ScriptedExecutor):
+    """Says what stands in the prompt between its first token and the next ``EOS``; without prefix caching."""
+
+    def __init__(self, config, path):
+        super().__init__(config, path)
+        self._read = {}
+        self._said = {}
+
+    def _row(self, row):
+        read = self._read.setdefault(row.request_id, [])
+        read += row.token_ids
+        if not row.samples:
+            return RowResult(row.request_id, [])
+        self._said[row.request_id] = said = self._said.get(row.request_id, 0) + 1
+        return RowResult(row.request_id, [read[said]])
+
+
+def reciting(config, path, progress):
+    return Reciting(config, path)
+
+
 def fast(config, path, progress):
     progress("loading weights", "scripted")
     progress("warming", "")

@@ -254,6 +254,7 @@ def test_smollm2_answers_a_chat(serve: Any) -> None:
         text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
         assert text == whole.choices[0].message.content
         keeps_to_a_schema(running)
+        calls_the_tools_it_must(running)
         again = running.client().chat.completions.create(**fields)
         assert again.usage.prompt_tokens_details.cached_tokens == 32
 
@@ -278,3 +279,36 @@ def keeps_to_a_schema(running: Any) -> None:
     for choice in answer.choices:
         assert choice.finish_reason == "stop"
         jsonschema.validate(json.loads(choice.message.content), schema)
+
+
+def calls_the_tools_it_must(running: Any) -> None:
+    """Its template knows no tools, so it is held to calls in a format that is not its own."""
+    import jsonschema
+
+    weather = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 40}, "days": {"enum": [1, 2, 3]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    time = {"type": "object", "properties": {}, "additionalProperties": False}
+    tools = [
+        {"type": "function", "function": {"name": "get_weather", "parameters": weather, "strict": True}},
+        {"type": "function", "function": {"name": "get_time", "parameters": time}},
+    ]
+    schemas = {"get_weather": weather, "get_time": time}
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice, names in (("required", schemas), (named, ["get_weather"])):
+        fields = {"model": "tiny", "messages": CHAT, "tools": tools, "tool_choice": choice, "max_tokens": 150}
+        fields |= {"seed": 3, "temperature": 1.0, "parallel_tool_calls": False}
+        whole = running.client().chat.completions.create(**fields).choices[0]
+        assert whole.finish_reason == "tool_calls"
+        assert whole.message.content is None
+        (call,) = whole.message.tool_calls
+        assert call.function.name in names
+        jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
+        streamed = list(running.client().chat.completions.create(stream=True, **fields))
+        pieces = [one for chunk in streamed for one in chunk.choices[0].delta.tool_calls or []]
+        assert "".join(one.function.name or "" for one in pieces) == call.function.name
+        assert "".join(one.function.arguments or "" for one in pieces) == call.function.arguments
+        assert streamed[-1].choices[0].finish_reason == "tool_calls"

@@ -64,7 +64,7 @@ WRONG = [
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "sand"}}}),
 ]  # fmt: skip
 UNSUPPORTED = [
-    ("kv_transfer_params", {}), ("echo", True), ("reasoning_effort", "high"), ("include_reasoning", False),
+    ("kv_transfer_params", {}), ("echo", True),
     ("guided_json", {"type": "object"}), ("guided_choice", ["a"]),
 ]  # fmt: skip
 
@@ -172,7 +172,13 @@ def test_a_grammar_that_the_engine_refuses_is_a_bad_request(fast: Any) -> None:
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
+        ({"tools": 1}, "tools"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"include_reasoning": 1}, "include_reasoning"),
+        ({"documents": "x"}, "documents"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"top_logprobs": 2}, "top_logprobs"),

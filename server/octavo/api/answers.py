@@ -9,7 +9,9 @@ from typing import Any
 from octavo.api.generation import Delta
 from octavo.api.logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
 from octavo.api.requests import ParsedRequest
+from octavo.api.turn import Turn, delta_of
 from octavo.core.plan import TokenLogprobs
+from octavo.prompt.tools.parser import Content, Event, Reasoning
 
 
 class _Choice:
@@ -17,6 +19,7 @@ class _Choice:
 
     def __init__(self) -> None:
         self.text: list[str] = []
+        self.turn = Turn()
         self.token_ids: list[int] = []
         self.logprobs: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
@@ -41,6 +44,7 @@ class _Answer(ABC):
         """Take a delta into the whole answer."""
         choice = self._choices[delta.index]
         choice.text.append(delta.text)
+        choice.turn.add(self._events(delta))
         choice.token_ids += delta.token_ids
         if delta.logprobs is not None:
             choice.logprobs.append(self._logprobs(delta))
@@ -57,13 +61,14 @@ class _Answer(ABC):
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         """The chunk of a delta; None when there is nothing to show yet (text held back)."""
-        shows = delta.text or delta.logprobs is not None or delta.finish_reason is not None
+        said = self._text_of(delta)
+        shows = any(said.values()) or delta.logprobs is not None or delta.finish_reason is not None
         if not shows and not self._request.return_token_ids:
             return None
         logprobs = None if delta.logprobs is None else self._logprobs(delta)
         choice: dict[str, Any] = {
             "index": delta.index,
-            **self._text_of(delta),
+            **said,
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
@@ -105,6 +110,13 @@ class _Answer(ABC):
         if self._request.return_token_ids:
             end["token_ids"] = choice.token_ids
         return end
+
+    def _events(self, delta: Delta) -> list[Event]:
+        """What a delta is, without the reasoning where that is not wanted."""
+        if delta.events is None:
+            return [Content(delta.text)]
+        wanted = self._request.include_reasoning
+        return [event for event in delta.events if wanted or not isinstance(event, Reasoning)]
 
     @abstractmethod
     def _logprobs(self, delta: Delta) -> dict[str, Any]: ...
@@ -173,8 +185,11 @@ class ChatAnswer(_Answer):
         return chat_logprobs(renderer, delta.token_ids, delta.logprobs, as_ids)
 
     def _text_of(self, delta: Delta) -> dict[str, Any]:
-        return {"delta": {"content": delta.text} if delta.text else {}}
+        if delta.events is None:
+            return {"delta": {"content": delta.text} if delta.text else {}}
+        return {"delta": delta_of(self._events(delta))}
 
     def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
-        return {"message": message, **self._end(index, choice)}
+        reading = self._request.reading
+        reasons = reading is not None and reading.reasoning is not None and self._request.include_reasoning
+        return {"message": choice.turn.message(reasons), **self._end(index, choice)}

@@ -16,22 +16,22 @@ MAX_STOP_STRINGS = 4  # as OpenAI
 _OFF: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "echo": (False,),
-    "include_reasoning": (True,),
-    "reasoning_effort": (),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
 }  # the last four are older names of structured_outputs: an answer in any form is not what they ask
 _OFF_CHAT: dict[str, tuple[Any, ...]] = {
     **_OFF,
-    "chat_template": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "documents": ([],),
     "modalities": (["text"],),
     "audio": (),
 }
-_OFF_COMPLETION: dict[str, tuple[Any, ...]] = {**_OFF, "best_of": (1,), "suffix": ("",)}
+_OFF_COMPLETION: dict[str, tuple[Any, ...]] = {
+    **_OFF,
+    "best_of": (1,),
+    "suffix": ("",),
+    "include_reasoning": (True,),
+    "reasoning_effort": (),
+}
 _SAMPLING = [
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "max_tokens", "min_tokens",
@@ -44,14 +44,11 @@ _COMMON = [
     "request_id", "user", "return_token_ids", "return_tokens_as_token_ids",
 ]  # fmt: skip
 _CHAT = [
-    "messages",
-    "max_completion_tokens",
-    "top_logprobs",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template_kwargs",
-]
-REFUSED_FIELDS = frozenset([*_OFF_CHAT, *_OFF_COMPLETION])  # unless they say "off"
+    "messages", "max_completion_tokens", "top_logprobs", "add_generation_prompt", "continue_final_message",
+    "chat_template", "chat_template_kwargs", "documents", "tools", "tool_choice", "parallel_tool_calls",
+    "include_reasoning", "reasoning_effort",
+]  # fmt: skip
+REFUSED_FIELDS = frozenset([*_OFF_CHAT, *_OFF_COMPLETION]).difference(_CHAT)  # unless they say "off"
 CHAT_FIELDS = frozenset([*_SAMPLING, *_COMMON, *_CHAT, *_OFF_CHAT])
 COMPLETION_FIELDS = frozenset([*_SAMPLING, *_COMMON, "prompt", "add_special_tokens", *_OFF_COMPLETION])
 

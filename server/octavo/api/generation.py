@@ -10,7 +10,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -26,7 +26,9 @@ from octavo.engine.stream import OutputStream
 from octavo.errors import InvalidRequest
 from octavo.prompt.engine_params import engine_params
 from octavo.prompt.renderer import PromptRenderer
-from octavo.prompt.text_stream import TextStream
+from octavo.prompt.text_stream import TextDelta, TextStream
+from octavo.prompt.tools.parser import Event
+from octavo.prompt.tools.reading import OutputReading
 
 ANSWER_WITHIN_S = 0.25  # how long the engine may take to refuse; after that a stream's headers go out
 
@@ -38,24 +40,56 @@ class Delta(msgspec.Struct, frozen=True):
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | Literal["tool_calls"] | None = None
     stop_reason: int | str | None = None
+    events: list[Event] | None = None  # what the text is, where it is more than content
 
 
 class _Sequence:
     """One engine request and the choices that show it (several, when greedy choices would all be equal)."""
 
     def __init__(
-        self, request: EngineRequest, choices: list[int], renderer: PromptRenderer, sampling: SamplingParams
+        self,
+        request: EngineRequest,
+        choices: list[int],
+        renderer: PromptRenderer,
+        sampling: SamplingParams,
+        reading: OutputReading | None,
     ) -> None:
         self.request = request
         self.choices = choices
-        self.text = TextStream(renderer, request.prompt_token_ids, sampling)
+        self.text = TextStream(
+            renderer, request.prompt_token_ids, sampling, reading.shown if reading is not None else ()
+        )
+        self.parser = reading.parser() if reading is not None else None
+        self.reasoning_tokens = 0
         self.num_tokens = 0
         self.cached_tokens = 0
         self.last_time = 0.0
         self.times: RequestTimes | None = None  # the engine's, with its first output and its last
         self.finished = False
+
+    def read(self, output: EngineOutput) -> tuple[TextDelta, list[Event] | None]:
+        """The text of an output, and what it is."""
+        if self.parser is None:
+            return self.text.push(output.token_ids, output.finish_reason, output.stop_reason), None
+        events: list[Event] = []
+        texts: list[str] = []
+        counted = 0
+        delta = TextDelta("", 0)
+        ids = output.token_ids
+        for start in range(max(1, len(ids))):  # one by one, since each counts as reasoning or does not
+            ended = (output.finish_reason, output.stop_reason) if start >= len(ids) - 1 else ()
+            thinking = self.parser.in_reasoning
+            delta = self.text.push(ids[start : start + 1], *ended)
+            events += self.parser.push(delta.text)
+            self.reasoning_tokens += delta.num_tokens if thinking and self.parser.in_reasoning else 0
+            texts.append(delta.text)
+            counted += delta.num_tokens
+            if delta.finish_reason is not None:
+                events += self.parser.finish()
+                break
+        return msgspec.structs.replace(delta, text="".join(texts), num_tokens=counted), events
 
 
 class Generation:
@@ -76,6 +110,7 @@ class Generation:
         cache_salt: str | None = None,
         priority: int = 0,
         deadline: float | None = None,
+        reading: OutputReading | None = None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -115,7 +150,7 @@ class Generation:
                 )
                 first = p * sampling.n
                 choices = list(range(first, first + sampling.n)) if samples < sampling.n else [first + sample]
-                self._sequences[request.request_id] = _Sequence(request, choices, renderer, sampling)
+                self._sequences[request.request_id] = _Sequence(request, choices, renderer, sampling, reading)
 
     async def start(self, *, answer_first: bool) -> None:
         """Hand the requests to the engine.
@@ -188,7 +223,7 @@ class Generation:
         if output.prompt_logprobs is not None:
             self.prompt_logprobs[sequence.choices[0] // self.sampling.n] = output.prompt_logprobs
         now = time.time()
-        delta = sequence.text.push(output.token_ids, output.finish_reason, output.stop_reason)
+        delta, events = sequence.read(output)
         counted = output.token_ids[: delta.num_tokens]
         self._metrics.tokens(
             now - (sequence.last_time or self._arrival), len(counted), not sequence.num_tokens
@@ -206,8 +241,10 @@ class Generation:
                     sequence.times = msgspec.structs.replace(sequence.times, finished=now)
             self._metrics.sequence(now - self._arrival, sequence.num_tokens, sequence.times)
         logprobs = None if output.logprobs is None else output.logprobs[: delta.num_tokens]
-        ended = (delta.finish_reason, delta.stop_reason)
-        return [Delta(choice, delta.text, counted, logprobs, *ended) for choice in sequence.choices]
+        called = delta.finish_reason == "stop" and sequence.parser is not None and sequence.parser.completed
+        reason = "tool_calls" if called else delta.finish_reason
+        shown = (delta.text, counted, logprobs, reason, delta.stop_reason, events)
+        return [Delta(choice, *shown) for choice in sequence.choices]
 
     @property
     def cached_tokens(self) -> int:
@@ -218,12 +255,13 @@ class Generation:
         """OpenAI's ``usage``; a prompt counts once, however many samples it has."""
         prompt_tokens = sum(map(len, self.prompts))
         completion = sum(one.num_tokens * len(one.choices) for one in self._sequences.values())
+        reasoning = sum(one.reasoning_tokens * len(one.choices) for one in self._sequences.values())
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": prompt_tokens + completion,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
         }
 
 

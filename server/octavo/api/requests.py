@@ -17,7 +17,10 @@ from octavo.api.fields import Fields, refuse_unsupported, unknown_names, wrong
 from octavo.api.generation import Generation
 from octavo.api.sampling import sampling_params, structured_outputs
 from octavo.api.service import Service
+from octavo.core.sampling_params import StructuredOutputs
 from octavo.errors import InvalidRequest
+from octavo.prompt.tools.grammar import with_answer
+from octavo.prompt.tools.reading import OutputReading
 
 OFF_LOOP_BYTES = (
     8192  # a body this long is parsed, rendered and tokenised on a thread: 2,000 tokens, a few ms
@@ -57,6 +60,8 @@ class ParsedRequest:
             for name in ("use_beam_search", "prompt_logprobs"):  # they are there at the end
                 if getattr(self.sampling, name) not in (None, False):
                     raise InvalidRequest(f"{name} does not stream: leave stream out", param=name)
+        self.include_reasoning = fields.flag("include_reasoning", True)
+        self.reading: OutputReading | None = None
         self.prompts = self._prompts()
 
     def _deadline(self) -> float | None:
@@ -76,7 +81,9 @@ class ParsedRequest:
             raise wrong("truncate_prompt_tokens", last, allowed)
         fits = longest if last is None else max(longest, LONGEST_CUT)
         if self.chat:
-            prompts = [self.renderer.chat(dict(body), fits)]
+            rendered = self.renderer.render(dict(body))
+            self.reading = self._read(rendered)
+            prompts = [self.renderer.chat_tokens(rendered, fits)]
         else:
             if body.get("prompt") is None:
                 raise InvalidRequest("prompt is missing", param="prompt", code="missing_parameter")
@@ -91,9 +98,28 @@ class ParsedRequest:
     async def compile(self) -> None:
         """Make the grammar of the form that is asked for, if any."""
         forms, where = structured_outputs(self.fields)
-        if forms is not None:
-            grammar = await self.service.grammar(forms, where)
+        reading, service = self.reading, self.service
+        grammar = await service.grammar(forms, where) if forms is not None else None
+        if reading is not None:
+            lark = reading.grammar(answer=grammar is not None)
+            if lark is None:
+                grammar = reading.after_reasoning(grammar) if grammar is not None else None
+            elif grammar is not None and reading.choice.mode == "auto":
+                grammar = with_answer(lark, grammar)
+            else:
+                for tool in reading.tools:
+                    if tool.strict:  # by itself first: an error then names the place
+                        await service.grammar(StructuredOutputs(json=tool.schema), tool.where)
+                grammar = await service.lark(lark, "tools")
+        if grammar is not None:
             self.sampling = msgspec.structs.replace(self.sampling, grammar=grammar)
+
+    def _read(self, rendered: str) -> OutputReading | None:
+        """How a chat's answers are read; None where they are content and nothing else."""
+        parallel = self.fields.flag("parallel_tool_calls", True)
+        body, config = dict(self.fields.body), self.service.config
+        reading = OutputReading(config, self.renderer, body, rendered, parallel)
+        return reading if reading.active else None
 
     def _stream_options(self) -> bool:
         options = self.fields.body.get("stream_options")
@@ -134,6 +160,7 @@ class ParsedRequest:
             cache_salt=self.cache_salt,
             priority=self.priority,
             deadline=self.deadline,
+            reading=self.reading,
         )
 
 

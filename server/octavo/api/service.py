@@ -114,6 +114,11 @@ class Service:
         async with self._compiling:
             return await in_daemon_thread(lambda: self._grammars.compile(forms, where))
 
+    async def lark(self, lark: str, where: str) -> str:
+        """As ``grammar``, of our own text that comes of what ``where`` holds."""
+        async with self._compiling:
+            return await in_daemon_thread(lambda: self._grammars.compile_lark(lark, where))
+
     async def close(self) -> None:
         self._grammars.close()
         await self.engine.close()

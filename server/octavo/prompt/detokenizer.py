@@ -5,7 +5,7 @@ in two.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from octavo.prompt.renderer import PromptRenderer
 
@@ -20,10 +20,15 @@ class Detokenizer:
     """
 
     def __init__(
-        self, renderer: PromptRenderer, prompt_ids: Sequence[int], skip_special: bool = True
+        self,
+        renderer: PromptRenderer,
+        prompt_ids: Sequence[int],
+        skip_special: bool = True,
+        shown: Collection[int] = (),
     ) -> None:
+        """``shown``: special tokens that are text nevertheless."""
         self._pieces = renderer.pieces
-        self._skip = skip_special
+        self._skipped = self._pieces.special.difference(shown) if skip_special else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._run = bytearray()  # byte tokens not yet decoded
         self._adopt(prompt_ids)
@@ -37,7 +42,7 @@ class Detokenizer:
         return self._end_run() + self._decoder.decode(b"", True)
 
     def _one(self, token_id: int) -> str:
-        if self._skip and token_id in self._pieces.special:
+        if token_id in self._skipped:
             return ""
         data, is_byte = self._pieces.piece(token_id)
         if is_byte:

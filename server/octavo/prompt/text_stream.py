@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -29,8 +29,15 @@ class TextStream:
     it.
     """
 
-    def __init__(self, renderer: PromptRenderer, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(renderer, prompt_ids, sampling.skip_special_tokens)
+    def __init__(
+        self,
+        renderer: PromptRenderer,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        shown: Collection[int] = (),
+    ) -> None:
+        """``shown``: special tokens that are text nevertheless."""
+        self._detokenizer = Detokenizer(renderer, prompt_ids, sampling.skip_special_tokens, shown)
         self._stop = StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
         self._unwatched = sampling.min_tokens  # tokens in whose text no stop string is looked for
         self._show_stop_token = sampling.include_stop_str_in_output

@@ -47,7 +47,15 @@ class GrammarCompiler:
         Raises ``InvalidRequest`` naming the part that cannot be held to.
         """
         form, value = _form(forms)
-        place = f"{where}.{form}" if where == "structured_outputs" else where
+        return self._compile(
+            form, value, f"{where}.{form}" if where == "structured_outputs" else where, where
+        )
+
+    def compile_lark(self, lark: str, where: str) -> str:
+        """The grammar of a text of llguidance's own kind of Lark, made of what the field ``where`` holds."""
+        return self._compile("lark", lark, where, where)
+
+    def _compile(self, form: str, value: Any, place: str, where: str) -> str:
         request = json.dumps({"form": form, "value": value})
         if len(request) > MAX_TEXT:
             raise InvalidRequest(
@@ -154,7 +162,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         return {"error": _line(str(error)), "at": ""}
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
-    if failed or messages:  # a warning is of something that it would pass over
+    # A warning is of something that it would pass over; our own grammars have nothing but what is meant so.
+    if failed or (messages and form != "lark"):
         message = _line(messages[0].replace(_ONE_OF[0], _ONE_OF[1]))
         return {"error": message, "at": _place(value, message) if form == "json" else ""}
     return {"grammar": grammar}
@@ -176,6 +185,8 @@ def _grammar(form: str, value: Any) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     match form:
+        case "lark":
+            grammar = LLMatcher.grammar_from_lark(value)
         case "regex":
             ascii_classes = "dw"  # of \\d and \\w, as JSON Schema and JavaScript have them
             grammar = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(value, ascii_classes)}/")

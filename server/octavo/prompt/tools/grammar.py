@@ -15,6 +15,7 @@ from octavo.prompt.tools.formats import Layout, ReasoningFormat, ToolFormat
 from octavo.prompt.tools.schema import properties, types_of
 
 WHITESPACE = r"[ \n\r\t]{1,40}"  # between the parts of JSON: a small model would go on with it for ever
+_TEXTS = ("TEXT: /(?s:.*)/", r"SPACE: /[ \n]{0,8}/")
 _RAW_STRING = (
     "enum",
     "const",
@@ -47,36 +48,41 @@ def tool_grammar(
     template: str = "",
     reasoning: ReasoningFormat | None = None,
     reasoning_open: bool | None = None,
+    answer: bool = False,
 ) -> str:
     """The grammar of an output that calls ``tools`` (at least once, if ``required``; once only, unless
     ``parallel``) and holds the arguments to their schemas.
 
     ``markers``: those that are tokens, with their ids. ``reasoning`` may come first, as
     ``ReasoningFormat.opened`` says. Where no call is required, arguments of tools that are not strict may be
-    any object. Raises ``Unsupported``.
+    any object. ``answer``: in place of calls comes what the grammar named answer says, not any text. Raises
+    ``Unsupported``.
     """
     writer = _Writer(form.layout_for(template), markers, required)
     calls = [writer.call(index, tool) for index, tool in enumerate(tools)]
     return "\n".join(
         [
             *_reasoning(writer, reasoning, reasoning_open),
-            *writer.output([*calls], required, parallel),
+            *writer.output(calls, required, parallel, answer),
             *writer.rules,
-            "TEXT: /(?s:.*)/",
-            r"SPACE: /[ \n]{0,8}/",
+            *_TEXTS,
         ]
     )
+
+
+def with_answer(lark: str, answer: str) -> str:
+    """A grammar that refers to ``@answer``, and ``answer`` in llguidance's own form, as one."""
+    inner = json.loads(answer)["grammars"]
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**inner[0], "name": "answer"}, *inner[1:]]})
 
 
 def reasoning_first(
     grammar: str, form: ReasoningFormat, opened: bool | None, markers: Mapping[str, int]
 ) -> str:
     """``grammar`` (in llguidance's own form) for the answer after the reasoning."""
-    inner = json.loads(grammar)["grammars"]
     writer = _Writer(Layout(kind="json"), markers, True)
-    lark = [*_reasoning(writer, form, opened), "output: @answer", *writer.rules, "TEXT: /(?s:.*)/"]
-    outer = {"lark_grammar": "\n".join([*lark, r"SPACE: /[ \n]{0,8}/"])}
-    return json.dumps({"grammars": [outer, {**inner[0], "name": "answer"}, *inner[1:]]})
+    lark = [*_reasoning(writer, form, opened), "output: @answer", *writer.rules, *_TEXTS]
+    return with_answer("\n".join(lark), grammar)
 
 
 def _reasoning(writer: _Writer, form: ReasoningFormat | None, opened: bool | None) -> list[str]:
@@ -116,7 +122,7 @@ class _Writer:
         self.rules.append(f"{name}[lazy]: TEXT {json.dumps(marker, ensure_ascii=False)}")
         return f"TEXT <[{self._markers[marker]}]> | {name}" if marker in self._markers else name
 
-    def output(self, calls: Iterable[str], required: bool, parallel: bool) -> list[str]:
+    def output(self, calls: Iterable[str], required: bool, parallel: bool, answer: bool) -> list[str]:
         """The rules of calls, with the text before and behind them where none is required."""
         layout = self._layout
         fixed = {
@@ -126,6 +132,10 @@ class _Writer:
         many = f"({fixed['separator']} {fixed['before']} call {fixed['end']})*" if parallel else ""
         rules = [f"call: {' | '.join(calls)}"]
         whole = f"{fixed['open']} {fixed['before']} call {fixed['end']} {many} {fixed['close']}"
+        if answer and layout.bare:
+            raise Unsupported("response_format", "calls and answers look alike in this model's tool format")
+        if answer:
+            return [*rules, f"output: {whole} | @answer"]
         if required:
             return [*rules, f"output: {whole}"]
         if layout.bare:  # an answer that begins like a call is one
