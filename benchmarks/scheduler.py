@@ -24,7 +24,10 @@ def drawn(plan: StepPlan) -> StepResult:
 
 
 def measure(sequences: int, steps: int, block_size: int, context: int, waiting: int) -> list[float]:
-    """CPU seconds of schedule + update (neighbours of the process do not count) in each step in which all sequences decode."""
+    """CPU seconds of schedule + update in each step in which all sequences decode.
+
+    What runs beside this process does not count, but slows all it does: so look at the machine first.
+    """
     length = context + steps + 100
     blocks = sequences * (length // block_size + 2)
     settings = SchedulerSettings(

@@ -144,7 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.bench.take(self.scheduler.expire())
             head = self.scheduler.running[0] if self.scheduler.running else None
-            decided = bool(self.scheduler.planner.rows)
+            decided = self.scheduler.planner.rows or self.scheduler.kv.host.num_transfers
             before = self.progress(head)
             any_left = bool(self.scheduler.roster.requests)
             assert self.bench.step(self.scheduler.prepare if prepare else lambda: None) or not any_left

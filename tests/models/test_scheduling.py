@@ -1,4 +1,4 @@
-"""The scheduler's ways with real arithmetic: beams as transformers', drafts, forks and swaps that change nothing."""
+"""The scheduler with real arithmetic: beams as transformers, drafts, forks and swaps that change nothing."""
 
 from __future__ import annotations
 

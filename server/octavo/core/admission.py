@@ -43,7 +43,9 @@ def check_deadline(deadline: float | None, *, now: float, tokens: int, rate: flo
         return
     start = now + (tokens / rate if rate else 0.0)
     if start >= deadline:
-        wait = f"{tokens} tokens wait before it, about {start - now:.1f} s" if start > now else "it is past"
+        wait = (
+            f"{tokens} tokens wait before it, about {start - now:.1f} s" if now < deadline else "it is past"
+        )
         raise DeadlineExceeded(
             f"the request cannot start within its timeout of {max(0.0, deadline - now):.1f} s more: {wait}",
             retry_after_s=retry_after(tokens, rate),

@@ -1,16 +1,15 @@
 """How one step's budget of tokens is shared out.
 
-Each sequence that decodes gets one token first. What they leave, R tokens, is for prompts, in order. A prompt
+Each sequence that decodes gets one token first. What they leave, R tokens, is for m prompts, in order. One
 with no more than ``threshold`` tokens left is short and gets all it needs; a longer one gets at most an equal
-share of what is there when its turn comes. So whatever is ahead of it, a prompt that is the m-th but last in
-turn is sure to get
+share of what is there when its turn comes. So whatever is ahead of it, a prompt is sure to get
 
-    min(what it needs, (R - S) // m)
+    min(what it needs, R // m - S)
 
 tokens in the step, S being what the short prompts before it take (and at least one token when it is the first
-of all). Long prompts therefore never hold up short ones, and short ones hold up a long one only as long as
-they come before it: once each. The queue counts as up to two in turn, so that a long prompt leaves room for
-those that wait. A second pass gives what is left over to the long ones, in order.
+of all). Long prompts never take the share of others, and short ones hold up those behind them once each: in
+the step that finishes them. The queue counts as up to two prompts, so that those under way leave room for who
+waits. A second pass gives what is left over to the long ones, in order.
 """
 
 from __future__ import annotations

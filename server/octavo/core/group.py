@@ -17,12 +17,14 @@ class Group:
     ``active`` members hold blocks and compute. Until the prompt is ``shared`` that is the first member: it
     computes the prompt, the others are then forked from it. A group of one has nothing to share out.
 
+    ``alone`` is the member of a group that has no other and is no search: the usual case, in few words.
     ``order``: (priority, arrival), lower goes first. ``planned``: its rows of the next step are decided.
     ``open_ended``: the step under way adds a number of tokens to it that is not certain.
     """
 
     __slots__ = (
         "active",
+        "alone",
         "begun",
         "members",
         "open_ended",
@@ -32,6 +34,7 @@ class Group:
         "requests",
         "running",
         "search",
+        "seats",
         "shared",
         "spare",
         "swapped",
@@ -49,6 +52,8 @@ class Group:
         self.search = search
         self.members = list(beams[:1] if search else requests)
         self.spare = list(beams[1:])
+        self.seats = len(self.requests)  # sequences that it may come to hold at once
+        self.alone = self.members[0] if self.seats == 1 and not search else None
         self.active = self.members
         self.shared = True
         self.unshare()
@@ -60,11 +65,6 @@ class Group:
         self.prompt_logprobs: list[TokenLogprobs] = []
         for request in (*requests, *beams):
             request.group = self
-
-    @property
-    def seats(self) -> int:
-        """Sequences that it may come to hold at once."""
-        return len(self.requests) if self.search else len(self.members)
 
     @property
     def lead(self) -> Request:
@@ -86,6 +86,9 @@ class Group:
     def leave(self, member: Request) -> None:
         """A member has ended, holding nothing any more; where it was the first, the next one takes over."""
         self.members.remove(member)
+        if self.search is None:
+            self.seats = len(self.members)
+            self.alone = self.members[0] if self.seats == 1 else None
         if not self.shared and self.members:
             self.unshare()
 
@@ -131,6 +134,9 @@ class Group:
         return lead.num_prompt_tokens - lead.num_computed_tokens + outputs
 
 
+NO_DRAFTS: list[int] = []  # never written into
+
+
 class Planned:
     """A row of the next step: ``request`` computes its tokens ``start`` .. ``end`` - 1.
 
@@ -143,7 +149,6 @@ class Planned:
         "drafted",
         "drafts",
         "end",
-        "group",
         "known",
         "propose",
         "request",
@@ -154,12 +159,15 @@ class Planned:
 
     def __init__(self, request: Request, start: int, end: int, known: bool) -> None:
         self.request = request
-        self.group = request.group
         self.start = start
         self.end = end
         self.known = known
-        self.drafts: list[int] = []
+        self.drafts = NO_DRAFTS
         self.propose = 0  # tokens that the draft model shall propose, which has computed those below
         self.drafted = start
         self.takers: Sequence[Request] = ()
         self.trusted = True  # what it computes may stay findable
+
+    @property
+    def group(self) -> Group:
+        return self.request.group

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from octavo.core import preemption
 from octavo.core.budget import QUEUE_TURNS, StepBudget
@@ -27,6 +28,8 @@ from octavo.core.request import Request
 from octavo.core.settings import SchedulerSettings
 
 RESERVE_SHARE = 100  # one block in so many stays free on admission, for running sequences to grow into
+
+Work: TypeAlias = tuple[Group, list[tuple[Request, int]] | None]  # tokens left of members; None: one decodes
 
 
 class Planner:
@@ -101,19 +104,27 @@ class Planner:
             settings.enable_chunked_prefill,
         )
         self._preempted = False
+        size = self.kv.block_size
         for group, left in work:
-            if group.running and not self._plan_group(group, left, budget, early):
+            if not group.running:
+                continue
+            request = group.alone if left is None else None
+            if request and request.num_computed_tokens < request.room and not request.snapshot_due:
+                if budget.decode():  # it writes on in a block of its own
+                    end = request.num_computed_tokens + 1
+                    self._decide(request, end, register=end % size == 0)
+            elif not self._plan_group(group, left or self._left(group), budget, early):
                 return
         if not self._preempted:
             self._admit(budget, seats, early)
         if settings.enable_chunked_prefill and budget.left:
             self._extend(budget)
 
-    def _work(self, early: bool) -> tuple[list[tuple[Group, list[tuple[Request, int]]]], int, int, bool]:
-        """What running groups could compute: tokens left of each member; how many decode and how many are
-        amid a prompt; and whether these are all groups.
+    def _work(self, early: bool) -> tuple[list[Work], int, int, bool]:
+        """What running groups could compute; how many sequences decode and how many are amid a prompt; and
+        whether these are all groups.
         """
-        work: list[tuple[Group, list[tuple[Request, int]]]] = []
+        work: list[Work] = []
         decodes = prefills = 0
         self._prefilling = [group for group in self._prefilling if group.planned and group.members]
         for group in self.running:
@@ -121,17 +132,20 @@ class Planner:
                 continue
             if early and group.open_ended:
                 return work, decodes, prefills, False
+            if (one := group.alone) is not None and one.transfer is None:
+                left = len(one.token_ids) + one.pending - one.num_computed_tokens
+                if left == 1 and (not one.pending or len(one.token_ids) + 1 < one.max_total_tokens):
+                    work.append((group, None))
+                    decodes += 1
+                    continue
             if group.unshared_prompt_is_computed:
                 self.share_prompt(group)
-            members = self._left(group)
-            for _, left in members:
-                if left == 1:
-                    decodes += 1
-                else:
-                    prefills += 1
-            if members:
+            if members := self._left(group):
                 work.append((group, members))
-                if not group.shared or len(members) > 1 or members[0][1] > 1:
+                short = sum(left == 1 for _, left in members)
+                decodes += short
+                prefills += len(members) - short
+                if not group.shared or len(members) > 1 or short == 0:
                     self._prefilling.append(group)
         return work, decodes, prefills, True
 
@@ -159,18 +173,18 @@ class Planner:
                     budget.give(sum(end - request.num_computed_tokens for request, end in taken))
                     return True
         for request, end in taken:
-            self._decide(request, end)
+            self._decide(request, end, register=True)
         return True
 
-    def _decide(self, request: Request, end: int) -> None:
+    def _decide(self, request: Request, end: int, *, register: bool) -> None:
         start = request.num_computed_tokens
-        known = end <= len(request.token_ids)
         request.num_computed_tokens = end
-        if known and end // self.kv.block_size > request.num_registered:
+        known = end <= len(request.token_ids)
+        if register and known:
             self.kv.register(request)
-        request.planned = Planned(request, start, end, known)
+        request.planned = planned = Planned(request, start, end, known)
         request.group.planned = True
-        self.rows.append(request.planned)
+        self.rows.append(planned)
 
     def _extend(self, budget: StepBudget) -> None:
         """Give what is left over to long prompts, in order, as far as there are blocks."""
@@ -224,7 +238,7 @@ class Planner:
             lead.num_cached_tokens = hit.num_tokens
         self._prefilling.append(group)
         if lead.transfer is None:
-            self._decide(lead, end)
+            self._decide(lead, end, register=True)
         else:
             budget.give(count)
         return True
