@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.core.speculation import PROBE_STEPS, SpeculationControl
+from octavo.core.speculation import PROBE_RUN, PROBE_STEPS, SpeculationControl
 
 
 def taken(control, steps, *, with_drafts, without, rows=4):
@@ -18,10 +18,10 @@ def taken(control, steps, *, with_drafts, without, rows=4):
 def test_the_faster_way_is_taken_and_the_other_tried_now_and_then():
     control = SpeculationControl()
     taken(control, 20, with_drafts=20, without=10)
-    assert taken(control, 10 * PROBE_STEPS, with_drafts=20, without=10) == 10 * (PROBE_STEPS - 1)
+    assert taken(control, 10 * PROBE_STEPS, with_drafts=20, without=10) == 10 * (PROBE_STEPS - PROBE_RUN)
     control = SpeculationControl()
     taken(control, 20, with_drafts=10, without=20)
-    assert taken(control, 10 * PROBE_STEPS, with_drafts=10, without=20) == 10
+    assert taken(control, 10 * PROBE_STEPS, with_drafts=10, without=20) == 10 * PROBE_RUN
 
 
 def test_drafts_come_back_when_they_win_again():
