@@ -346,6 +346,11 @@ async def soak(server: Server, seconds: float, seed: int) -> list[str]:
             return False
 
         await _until(ready, STUCK_S)
+        if "slow reference kernels" in server.log.read_text():
+            print(
+                "the C++ kernels are not built: on the slow reference ones requests may seem stuck",
+                flush=True,
+            )
         clients = Clients(url, session, Traffic(seed))
         tasks = [asyncio.create_task(clients.client()) for _ in range(2 * (MAX_NUM_SEQS + MAX_QUEUE))]
         memory: list[tuple[float, float]] = []
