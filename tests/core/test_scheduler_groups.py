@@ -137,3 +137,13 @@ def test_an_aborted_request_whose_row_is_decided_leaves_its_prefix_to_who_counts
     b.run()
     assert b.tokens("same") == b.executor.alone([1] * 40, 8)
     assert b.scheduler.kv.pool.usage == 0
+
+
+def test_a_step_that_breaks_off_ends_the_samples_that_took_over_from_an_aborted_one(bench):
+    b = bench(num_blocks=40)
+    b.add("r", [1] * 10, n=2)
+    b.scheduler.schedule()
+    b.abort("r/0")
+    b.take(b.scheduler.lose_step())
+    assert (b.reason("r/0"), b.reason("r/1")) == ("abort", "error")
+    assert not b.scheduler.has_requests and b.scheduler.kv.pool.usage == 0

@@ -142,7 +142,7 @@ class Planned:
 
     ``known`` says that those tokens were known when it was decided: blocks that they fill are findable since
     then, so the row is computed even if its sequence ends before the step begins. ``takers`` are the
-    sequences that draw from its end; set when the step begins.
+    sequences that draw from its end, ``owners`` the requests that are lost with it; set when the step begins.
     """
 
     __slots__ = (
@@ -150,6 +150,7 @@ class Planned:
         "drafts",
         "end",
         "known",
+        "owners",
         "propose",
         "request",
         "start",
@@ -166,6 +167,7 @@ class Planned:
         self.propose = 0  # tokens that the draft model shall propose, which has computed those below
         self.drafted = start
         self.takers: Sequence[Request] = ()
+        self.owners: Sequence[Request] = ()
         self.trusted = True  # what it computes may stay findable
 
     @property

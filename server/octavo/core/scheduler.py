@@ -228,7 +228,7 @@ class Scheduler:
         names = [row.request_id for row in result.rows]
         if names != [row.request_id for row in plan.rows]:
             raise RuntimeError(f"the rows of step {plan.step} came back as {names}")
-        planned, self._in_flight = self._in_flight, None
+        planned, self._in_flight, self._began = self._in_flight, None, []
         now = self._clock()
         self._measure(plan, result, now - self._started)
         outputs: list[EngineOutput] = []
@@ -294,10 +294,9 @@ class Scheduler:
 
     def _fail(self, planned: Planned, error: str) -> list[EngineOutput]:
         """End those that a row was computed for: its sequence, or all that wait for a shared prompt."""
-        group = planned.group
-        alone = group.search is None and group.shared
-        lost = [planned.request] if alone else group.requests
-        return [self.roster.finish(one, [], "error", error=error) for one in lost if not one.finished]
+        return [
+            self.roster.finish(one, [], "error", error=error) for one in planned.owners if not one.finished
+        ]
 
     def _take_samples(
         self, group: Group, takers: Sequence[Request], drawn: RowResult, now: float

@@ -19,6 +19,7 @@ def make_row(planned: Planned, settings: SchedulerSettings, kv: KVCache) -> Row 
     tables = [*request.block_tables]  # a table only grows at its end, or is replaced here
     if request.finished:
         return Row(request.request_id, tokens[start:end], start, tables) if planned.known else None
+    planned.owners = (request,) if group.shared and group.search is None else group.requests
     if not planned.known and end % settings.block_size == 0:
         kv.register(request)
     samples: list[SampleSpec] = []
