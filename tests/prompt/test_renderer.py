@@ -309,6 +309,21 @@ def test_a_wrong_field_of_a_chat_is_named(smollm2: Any, changes: dict[str, Any],
     assert refused(smollm2, {"messages": CHAT, **changes}).param == param
 
 
+def test_arguments_are_objects_that_join_to_strings_as_json(smollm2: Any) -> None:
+    """Templates of DeepSeek write ``'...' + arguments``."""
+    template = (
+        "{{ 'a' + messages[0].tool_calls[0].function.arguments + 'b' }}{{ messages[1].name }}"
+        "{{ tools[0].function.parameters.properties | length }}"
+    )
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": CALLS},
+        {"role": "tool", "tool_call_id": "1", "content": "42"},
+    ]
+    tools = [{"type": "function", "function": {"name": "ping"}}]
+    rendered = with_template(smollm2, template).render({"messages": messages, "tools": tools})
+    assert rendered == 'a{"a": [1]}bf0'
+
+
 def test_contents_come_as_parts_where_the_template_reads_parts(smollm2: Any) -> None:
     loops = "{% for m in messages %}{% for part in m['content'] %}<{{ part.text }}>{% endfor %}{% endfor %}"
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
@@ -316,6 +331,11 @@ def test_contents_come_as_parts_where_the_template_reads_parts(smollm2: Any) -> 
     assert with_template(smollm2, loops).render({"messages": [{"role": "user", "content": "a"}]}) == "<a>"
     texts = "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert with_template(smollm2, texts).render({"messages": messages}) == "a\nb"
+    body = loops.removeprefix("{% for m in messages %}").removesuffix("{% endfor %}")
+    either = f"{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{body}{{% endif %}}"
+    told = with_template(smollm2, "{% for m in messages %}" + either + "{% endfor %}")
+    assert told.render({"messages": messages}) == "<a><b>"
+    assert told.render({"messages": [{"role": "user", "content": "a"}]}) == "a"
     forced = with_template(smollm2, texts, content_format="openai")
     assert forced.render({"messages": messages}).startswith("[{")
     continued = {

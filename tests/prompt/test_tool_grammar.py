@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from octavo.errors import InvalidRequest
 from octavo.prompt.tools.definitions import Tool, parse_tool_choice, parse_tools
 from octavo.prompt.tools.formats import REASONING_FORMATS, TOOL_FORMATS
-from octavo.prompt.tools.grammar import Unsupported, reasoning_first, tool_grammar
+from octavo.prompt.tools.grammar import Unsupported, reasoning_first, tool_grammar, with_answer
 from octavo.prompt.tools.parser import CallArguments, CallStart, Content, OutputParser
 
 WEATHER = {
@@ -176,6 +176,18 @@ def test_a_form_of_the_answer_holds_after_the_reasoning(opened: bool | None, tex
     grammar = reasoning_first(alone, REASONING_FORMATS["qwen3"], opened, MARKERS)
     assert accepts(grammar, text)
     assert not accepts(grammar, text.replace("1", "x"))
+
+
+def test_an_answer_of_a_given_form_may_come_in_place_of_calls() -> None:
+    answer = LLMatcher.grammar_from_json_schema('{"type": "object", "required": ["a"]}')
+    options = {"required": False, "parallel": True, "markers": MARKERS, "answer": True}
+    grammar = with_answer(tool_grammar(TOOL_FORMATS["hermes"], TOOLS, **options), answer)
+    assert accepts(grammar, '{"a": 1}')
+    assert accepts(grammar, '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>')
+    assert not accepts(grammar, "free text")
+    assert not accepts(grammar, '{"b": 1}')
+    with pytest.raises(Unsupported, match="look alike"):
+        tool_grammar(TOOL_FORMATS["llama3_json"], TOOLS, **options)
 
 
 def test_what_strings_without_quotes_cannot_be_held_to_is_refused_for_strict_tools_only() -> None:

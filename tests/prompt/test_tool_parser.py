@@ -120,6 +120,19 @@ def test_calls_come_out_as_the_model_meant_them_however_the_text_is_cut(
     assert read(name, cut(text, places)).shown() == whole.shown()
 
 
+@pytest.mark.parametrize("name", WRITERS)
+def test_calls_survive_a_cut_at_any_place(name: str) -> None:
+    wanted: list[Call] = [
+        ("get_weather", {"city": '"x" é', "days": -12, "where": {"a": [True]}}),
+        ("ping", {}),
+    ]
+    for writer in WRITERS[name]:
+        text = f"so {writer(wanted)} then"
+        for place in range(len(text)):
+            seen = read(name, [text[:place], text[place:]])
+            assert (seen.calls, seen.complete, seen.content) == (wanted, [0, 1], "sothen")
+
+
 @settings(max_examples=100)
 @given(
     form=st.sampled_from(sorted(BARE_WRITERS)), wanted=st.lists(calls(), min_size=1, max_size=3),
@@ -335,6 +348,13 @@ def test_work_is_linear_in_the_length_of_the_output(
         assert sum(map(len, [seen.content, *seen.arguments])) < 20 * len(unit) * 2000 + len(start)
 
 
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+def test_no_trigger_begins_another(form: str) -> None:
+    """Else it would depend on the cut which one is found."""
+    triggers = {layout.trigger for layout in TOOL_FORMATS[form].layouts if not layout.bare}
+    assert not [(one, other) for one in triggers for other in triggers - {one} if other.startswith(one)]
+
+
 TEMPLATES = [
     ("hermes", "qwen3", "<tool_call>\n{...}</tool_call> {{ content.split('</think>') }}"),
     ("qwen3_xml", None, "<tool_call>\n<function=example>\n<parameter=x>"),
@@ -343,6 +363,11 @@ TEMPLATES = [
     ("llama3_json", None, 'respond with {"name": function name, "parameters": dictionary}'),
     ("pythonic", None, "[func_name1(params_name1=params_value1)]"),
     ("granite", "granite", "<|tool_call|> Here is my thought process:"),
+    (
+        "deepseek_v3",
+        "qwen3",
+        "<｜Assistant｜><｜tool▁calls▁begin｜> {% if not thinking %}</think>{% endif %}",
+    ),
 ]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -38,7 +38,7 @@ class PromptAssets(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens: dict[str, str] = {}
     default_chat_template_kwargs: dict[str, Any] = {}
     generation_config: dict[str, Any] = {}
-    content_format: str = "auto"
+    content_format: Literal["auto", "string", "openai"] = "auto"
     request_templates: bool = False
     format: int = _FORMAT
 

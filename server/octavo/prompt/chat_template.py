@@ -16,11 +16,14 @@ import jinja2.parser
 import jinja2.sandbox
 
 from octavo.errors import InvalidRequest, ModelLoadError
+from octavo.prompt.messages import Form
 
 
 class ChatTemplate:
-    """A compiled template. ``render`` is thread safe. ``reads_parts``: it loops over the parts of a message's
-    content, which others take as a string.
+    """A compiled template. ``render`` is thread safe.
+
+    ``content_form``: "openai" where it loops over the parts of a message's content, "given" where it also
+    tells them from a string, "string" where it does neither.
     """
 
     def __init__(self, source: str) -> None:
@@ -37,7 +40,10 @@ class ChatTemplate:
             tree = environment.parse(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ModelLoadError(f"the chat template does not compile: {error}") from error
-        self.reads_parts = any(_is_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For))
+        loops = any(_is_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For))
+        tests = (test for test in tree.find_all(jinja2.nodes.Test) if test.name == "string")
+        told = any(_is_content(test.node) for test in tests)
+        self.content_form: Form = "string" if not loops else "given" if told else "openai"
 
     def render(self, names: dict[str, Any]) -> str:
         """The text of a chat; ``names`` are what the template may use.

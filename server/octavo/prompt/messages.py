@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 from octavo.errors import InvalidRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def template_messages(messages: Any, parts: bool = False) -> list[dict[str, Any]]:
-    """Copies of the messages whose ``content`` is a string (text parts joined by newlines) or None; with
-    ``parts`` a list of text parts. Arguments of calls are objects; reasoning goes by both its names.
+Form = Literal["string", "given", "openai"]
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a call: an object, as most templates expect; where one joins it to a string, its JSON."""
+
+    def __add__(self, other: str) -> str:
+        return self._json() + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._json()
+
+    def _json(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+
+def template_messages(messages: Any, form: Form = "string") -> list[dict[str, Any]]:
+    """Copies of the messages, contents in the form that the template reads: a string (text parts joined by
+    newlines); a list of text parts ("openai"); or either, as they were given. Arguments of calls are objects,
+    reasoning goes by both its names, and what a tool said has the tool's name.
 
     Raises ``InvalidRequest`` naming the message and the field.
     """
@@ -20,10 +37,16 @@ def template_messages(messages: Any, parts: bool = False) -> list[dict[str, Any]
         raise InvalidRequest(f"messages must be a list of messages, not {_kind(messages)}", param="messages")
     if not messages:
         raise InvalidRequest("messages is empty: give at least one message", param="messages")
-    return [_message(message, f"messages[{index}]", parts) for index, message in enumerate(messages)]
+    plain = [_message(message, f"messages[{index}]", form) for index, message in enumerate(messages)]
+    names: dict[Any, str] = {}
+    for message in plain:
+        names |= {call.get("id"): call["function"]["name"] for call in message.get("tool_calls", ())}
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message.setdefault("name", names[message["tool_call_id"]])
+    return plain
 
 
-def _message(message: Any, where: str, parts: bool) -> dict[str, Any]:
+def _message(message: Any, where: str, form: Form) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidRequest(
             f"{where} must be an object with role and content, not {_kind(message)}", param=where
@@ -35,7 +58,7 @@ def _message(message: Any, where: str, parts: bool) -> dict[str, Any]:
         )
     plain = {key: value for key, value in message.items() if value is not None}
     texts = _content(message.get("content"), role, where, bool(message.get("tool_calls")))
-    if texts is not None and parts:
+    if texts is not None and (form == "openai" or (form == "given" and isinstance(message["content"], list))):
         plain["content"] = [{"type": "text", "text": text} for text in texts]
     else:
         plain["content"] = None if texts is None else "\n".join(texts)
@@ -104,7 +127,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 raise InvalidRequest(f"{field} is not JSON: {error}", param=field) from error
         if not isinstance(arguments, dict):
             raise InvalidRequest(f"{field} must be an object, not {_kind(arguments)}", param=field)
-        plain.append({**call, "function": {**function, "arguments": arguments}})
+        plain.append({**call, "function": {**function, "arguments": Arguments(arguments)}})
     return plain
 
 

@@ -12,7 +12,7 @@ import tokenizers
 from octavo.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from octavo.prompt.assets import PromptAssets
 from octavo.prompt.chat_template import ChatTemplate, render_continued
-from octavo.prompt.messages import template_messages
+from octavo.prompt.messages import Form, template_messages
 from octavo.prompt.pieces import PieceTable
 from octavo.prompt.tools.definitions import parse_tools
 
@@ -50,9 +50,10 @@ class PromptRenderer:
         ``InvalidRequest``.
         """
         template = self._template(body.get("chat_template"))
-        form = self.assets.content_format
-        parts = form == "openai" or (form == "auto" and template is not None and template.reads_parts)
-        messages = template_messages(body.get("messages"), parts)
+        form: Form = template.content_form if template is not None else "string"
+        if self.assets.content_format != "auto":
+            form = self.assets.content_format
+        messages = template_messages(body.get("messages"), form)
         if template is None:
             raise InvalidRequest(
                 "this model has no chat template: send text to /v1/completions instead", param="messages"
@@ -66,14 +67,14 @@ class PromptRenderer:
                 "continue_final_message and add_generation_prompt are both true: choose one",
                 param="continue_final_message",
             )
-        parse_tools(body.get("tools"))  # what is wrong with them is named before the template fails on it
+        parse_tools(tools := body.get("tools"))  # what is wrong is named before the template fails on it
         names = {
             **self.assets.special_tokens,
             **self.assets.default_chat_template_kwargs,
             **_reasoning_effort(body.get("reasoning_effort")),
             **_template_kwargs(body.get("chat_template_kwargs")),
             "messages": messages,
-            "tools": body.get("tools") or None,
+            "tools": [_with_parameters(tool) for tool in tools] if tools else None,
             "documents": _documents(body.get("documents")),
             "add_generation_prompt": generation,
         }
@@ -250,6 +251,14 @@ def _reasoning_effort(value: Any) -> dict[str, Any]:
             param="reasoning_effort",
         )
     return {"reasoning_effort": value, **({"enable_thinking": False} if value == "none" else {})}
+
+
+def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
+    """Many templates fail on a tool without."""
+    function = tool["function"]
+    if function.get("parameters") is not None:
+        return tool
+    return {**tool, "function": {**function, "parameters": {"type": "object", "properties": {}}}}
 
 
 def _documents(value: Any) -> list[dict[str, Any]] | None:

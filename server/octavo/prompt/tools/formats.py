@@ -17,7 +17,7 @@ Kind = Literal["json", "named", "xml", "python"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way of writing calls: ``open (before call end) (separator before call end)* close``.
+    """One way of writing calls: ``marker open (before call end) (separator before call end)* close``.
 
     ``kind`` says how one call is spelt:
     - json: an object of ``name`` and ``arguments`` (``arguments_key``, or ``parameters``, in any order);
@@ -31,6 +31,7 @@ class Layout:
     """
 
     kind: Kind
+    marker: str = ""
     open: str = ""
     before: str = ""
     after: str = ""
@@ -45,13 +46,8 @@ class Layout:
     @property
     def trigger(self) -> str:
         """The text by which the parser knows that calls begin; only what is ``bare`` has none."""
-        marker = self.open or self.before
+        marker = self.marker or self.before
         return marker.split()[0] if marker else "<function="
-
-    @property
-    def text(self) -> str:
-        """All the fixed text."""
-        return " ".join([self.open, self.before, self.call_id, self.after, self.end, self.close])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +105,8 @@ _LIST = Layout(kind="json", open="[", separator=", ", close="]", bare=True)
 _PYTHON = Layout(kind="python", open="[", separator=", ", close="]", bare=True)
 _NAMED = Layout(kind="named", before="[TOOL_CALLS]", after="[ARGS]", call_id="[CALL_ID]", hint="[ARGS]")
 _DEEPSEEK = Layout(
-    kind="named", open="<｜tool▁calls▁begin｜>", close="<｜tool▁calls▁end｜>", before="<｜tool▁call▁begin｜>",
-    after="<｜tool▁sep｜>", end="<｜tool▁call▁end｜>",
+    kind="named", marker="<｜tool▁calls▁begin｜>", before="<｜tool▁call▁begin｜>", after="<｜tool▁sep｜>",
+    end="<｜tool▁call▁end｜>", close="<｜tool▁calls▁end｜>",
 )  # fmt: skip
 _replace = dataclasses.replace
 
@@ -120,7 +116,7 @@ TOOL_FORMATS = {
         ToolFormat("hermes", (_HERMES,), ("<tool_call>", "</tool_call>")),
         ToolFormat(
             "llama3_json",
-            (_replace(_LLAMA, bare=True), _replace(_LLAMA, open="<|python_tag|>")),
+            (_replace(_LLAMA, bare=True), _replace(_LLAMA, marker="<|python_tag|>")),
             ("<|python_tag|>",),
         ),
         ToolFormat("qwen3_xml", (_XML, _replace(_XML, before="", end="")), ("<tool_call>", "</tool_call>")),
@@ -128,7 +124,7 @@ TOOL_FORMATS = {
             "mistral",
             (
                 _NAMED,
-                _replace(_LIST, open="[TOOL_CALLS] [", bare=False),
+                _replace(_LIST, marker="[TOOL_CALLS] ", bare=False),
                 _replace(_NAMED, after="", call_id="", hint=""),
             ),
             ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
@@ -138,7 +134,7 @@ TOOL_FORMATS = {
             "pythonic",
             (
                 _PYTHON,
-                _replace(_PYTHON, open="<|python_start|>[", close="]<|python_end|>", bare=False),
+                _replace(_PYTHON, marker="<|python_start|>", close="]<|python_end|>", bare=False),
             ),
             ("<|python_start|>", "<|python_end|>"),
         ),
@@ -157,8 +153,8 @@ TOOL_FORMATS = {
         ToolFormat(
             "granite",
             (
-                _replace(_LIST, open="<|tool_call|>[", bare=False, hint="<|tool_call|>"),
-                _replace(_LIST, open="<tool_call>[", bare=False),
+                _replace(_LIST, marker="<|tool_call|>", bare=False, hint="<|tool_call|>"),
+                _replace(_LIST, marker="<tool_call>", bare=False),
                 _HERMES,
                 _LIST,
             ),
@@ -197,6 +193,10 @@ _REASONING_TEMPLATES = (
     ("mistral", ("[THINK]",)),
     ("granite", ("Here is my thought process",)),
     ("granite", ("Here's my thought process",)),
+    (
+        "qwen3",
+        ("<｜Assistant｜>", "</think>", "thinking"),
+    ),  # V3.1 says at the prompt's end whether it reasons
     ("deepseek_r1", ("<｜Assistant｜>", "</think>")),
     ("qwen3", ("</think>",)),
 )

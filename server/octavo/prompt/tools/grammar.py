@@ -125,13 +125,11 @@ class _Writer:
     def output(self, calls: Iterable[str], required: bool, parallel: bool, answer: bool) -> list[str]:
         """The rules of calls, with the text before and behind them where none is required."""
         layout = self._layout
-        fixed = {
-            name: self.fixed(getattr(layout, name))
-            for name in ("open", "before", "end", "separator", "close")
-        }
+        fixed = {name: self.fixed(getattr(layout, name)) for name in ("before", "end", "separator", "close")}
         many = f"({fixed['separator']} {fixed['before']} call {fixed['end']})*" if parallel else ""
         rules = [f"call: {' | '.join(calls)}"]
-        whole = f"{fixed['open']} {fixed['before']} call {fixed['end']} {many} {fixed['close']}"
+        whole = f"{fixed['before']} call {fixed['end']} {many} {fixed['close']}"
+        whole = f"{self.fixed(layout.marker + layout.open)} {whole}"
         if answer and layout.bare:
             raise Unsupported("response_format", "calls and answers look alike in this model's tool format")
         if answer:
@@ -142,13 +140,12 @@ class _Writer:
             first = re.escape((layout.open or "{")[0])
             return [*rules, f"output: {whole} | OTHER", rf"OTHER: /([ \n\r\t]*[^ \n\r\t{first}](?s:.*))?/"]
         # A marker begins a call, whatever stands before it.
-        first = layout.trigger
-        trigger = next((one for one in self._markers if first.startswith(one)), first)
-        rest = (layout.open + layout.before).removeprefix(trigger)
+        trigger = layout.trigger
+        rest = (layout.marker + layout.open + layout.before).removeprefix(trigger)
         head = self.ending("head", trigger)
         rules.append(
             f"called: ({head}) {self.fixed(rest)} call {fixed['end']}"
-            + (f" {many} {fixed['close']}" if layout.open else "")
+            + (f" {many} {fixed['close']}" if layout.marker else "")
         )
         return [*rules, "output: called* TEXT" if parallel else "output: called SPACE | TEXT"]
 

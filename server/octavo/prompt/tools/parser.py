@@ -217,7 +217,7 @@ class OutputParser:
         reader = self._reader
         before = self._calls
         separator = layout.separator.strip()
-        more = yield from reader.fixed(layout.open)
+        more = (yield from reader.fixed(layout.marker)) and (yield from reader.fixed(layout.open))
         while more and (yield from reader.fixed(layout.before)):
             self._begun = False
             if not (yield from self._call(layout)):
@@ -229,7 +229,7 @@ class OutputParser:
             yield from reader.fixed(layout.end)
             reader.mark()  # what comes is another call, or content
             yield from reader.space()
-            more = (yield from reader.literal(separator)) if separator else bool(layout.open)
+            more = (yield from reader.literal(separator)) if separator else bool(layout.marker)
         if self._calls > before:
             reader.unmark()
             yield from reader.fixed(layout.close)
