@@ -20,6 +20,7 @@ def test_the_table_of_flags_is_that_of_the_engine() -> None:
 
 def test_the_table_of_routes_is_that_of_the_engine_and_of_the_router() -> None:
     from octavo.api.openai_routes import openai_routes
+    from octavo.api.page import page_routes
     from octavo.api.private_routes import private_routes
     from octavo.api.probes import probe_routes
     from octavo.api.service import Service
@@ -29,12 +30,13 @@ def test_the_table_of_routes_is_that_of_the_engine_and_of_the_router() -> None:
 
     service = Service(engine_config("/model"), None)
     routers = [routes(service) for routes in (openai_routes, tokenize_routes, probe_routes)]
+    routers += [page_routes()]
     routers.append(private_routes(service, lambda: None))
     built = {route.path.replace(":path", "") for router in routers for route in router.routes}
     rows = [
         line.split("|")[1] for line in (ROOT / "docs/routes.md").read_text().splitlines() if "| `" in line
     ]
-    written = {path for row in rows for path in re.findall(r"(/[\w/{}.]+)", row)}
+    written = {path for row in rows for path in re.findall(r"(/[\w/{}.]*)", row)}
     assert written == built
     assert {route.path for route in ROUTES} <= written
 

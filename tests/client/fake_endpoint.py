@@ -43,6 +43,7 @@ class Fake:
     def __init__(self, answer: Answer, models: tuple[str, ...] = ("first", "second")) -> None:
         self.bodies: list[tuple[str, Body]] = []
         self.keys: set[str | None] = set()
+        self.gone = threading.Event()  # a client left in the middle of a stream
         self._answer, self._models = answer, models
         self.url = ""
 
@@ -59,17 +60,22 @@ class Fake:
             return answer
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        with contextlib.suppress(ConnectionResetError):  # a client that stops an answer leaves
+        try:
             async for part in answer:
                 await response.write(part)
+        except (ConnectionResetError, asyncio.CancelledError):
+            self.gone.set()
         return response
+
+    def routes(self, app: web.Application) -> None:
+        app.router.add_get("/v1/models", self._models_route)
+        app.router.add_post("/{path:.*}", self._post)
 
     @contextlib.asynccontextmanager
     async def served(self) -> AsyncIterator[Fake]:
         app = web.Application()
-        app.router.add_get("/v1/models", self._models_route)
-        app.router.add_post("/{path:.*}", self._post)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        self.routes(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         try:
             site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -21,6 +21,7 @@ class Terminal:
             os.execv(sys.executable, [sys.executable, "-m", "octavo.cli", *args])
         self.screen = ""
         self._seen = 0
+        self._closed = False
 
     def __enter__(self) -> Terminal:
         return self
@@ -34,17 +35,28 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
+    def press(self, key: str, text: str) -> None:
+        """Press ``key`` until ``text`` shows: readline sees no Ctrl-C that comes just before it waits."""
+        for _ in range(int(_WITHIN_S)):
+            self.type(key)
+            while text not in self.screen[self._seen :] and select.select([self._fd], [], [], 1.0)[0]:
+                assert self._read() and not self._closed, self.screen
+            if text in self.screen[self._seen :]:
+                break
+        self.wait_for(text)
+
     def wait_for(self, text: str) -> None:
         """Read until ``text`` stands behind what was waited for before."""
         until = time.monotonic() + _WITHIN_S
         while (at := self.screen.find(text, self._seen)) < 0:
-            assert time.monotonic() < until and self._read(), f"no {text!r} in {self.screen!r}"
+            alive = not self._closed and time.monotonic() < until
+            assert alive and self._read(), f"no {text!r} in {self.screen!r}"
         self._seen = at + len(text)
 
     def end(self) -> int:
         """The exit status, once it has ended."""
-        while self._read():
-            continue
+        while not self._closed:
+            assert self._read(), f"it goes on: {self.screen!r}"
         _, status = os.waitpid(self._pid, 0)
         self._pid = 0
         return os.waitstatus_to_exitcode(status)
@@ -54,6 +66,7 @@ class Terminal:
             ready, _, _ = select.select([self._fd], [], [], _WITHIN_S)
             data = os.read(self._fd, 4096) if ready else b""
         except OSError:  # EIO: the command closed its end
-            return False
+            self._closed = True
+            return True
         self.screen += data.decode(errors="replace")
         return bool(data)

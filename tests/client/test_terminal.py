@@ -75,8 +75,8 @@ def test_an_error_is_one_line_and_the_conversation_goes_on() -> None:
         chat.wait_for("Salve")
         chat.wait_for("> ")
         assert messages(fake) == [("system", "speak Latin"), ("user", "three")]
-        chat.type("\x03")
-        chat.wait_for("leaves")
+        chat.press("\x03", "leaves")
+        chat.wait_for("> ")
         chat.type("\x04")
         assert chat.end() == 0
 

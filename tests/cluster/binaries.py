@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import debian_packages
 import kube_tools
 
 HERE = Path(__file__).parent
@@ -78,7 +79,7 @@ def missing() -> str | None:
         return "the test cluster needs Linux (set OCTAVO_TEST_KUBECONFIG to use a cluster that runs)"
     if os.geteuid() != 0:
         return "the test cluster needs root: it makes a network namespace (or set OCTAVO_TEST_KUBECONFIG)"
-    packages = _packages_to_install()
+    packages = debian_packages.missing(DEBIAN_PACKAGES)
     if packages and not shutil.which("apt-get"):
         return f"the test cluster needs the programs of Debian's {', '.join(packages)}"
     if not all(m.built.exists() for m in MODULES) and _go() is None:
@@ -90,23 +91,12 @@ def missing() -> str | None:
 
 def provide() -> dict[str, Path]:
     """Installs and builds what is missing. Returns the path of each program by its name."""
-    packages = _packages_to_install()
-    if packages:
-        env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        subprocess.run(["apt-get", "update", "-qq"], check=True, env=env)
-        subprocess.run(
-            ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages],
-            check=True, env=env, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+    debian_packages.install(DEBIAN_PACKAGES)
     for module in MODULES:
         if not module.built.exists():
             _build(module)
     shutil.rmtree(_GO_CACHE, ignore_errors=True)
     return {program: m.built / program for m in MODULES for program in m.packages}
-
-
-def _packages_to_install() -> list[str]:
-    return [package for file, package in DEBIAN_PACKAGES.items() if not Path(file).exists()]
 
 
 def _build(module: Module) -> None:

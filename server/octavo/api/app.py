@@ -13,6 +13,7 @@ from octavo import __version__
 from octavo.api.edge import OPEN_PATHS, Edge
 from octavo.api.errors import on_fault, on_http_exception, on_octavo_error
 from octavo.api.openai_routes import openai_routes
+from octavo.api.page import page_routes
 from octavo.api.private_routes import private_routes
 from octavo.api.probes import probe_routes
 from octavo.api.service import Service
@@ -28,6 +29,7 @@ def public_app(service: Service) -> ASGIApp:
     app = _app()
     for routes in (probe_routes, openai_routes, tokenize_routes):
         app.include_router(routes(service))
+    app.include_router(page_routes())
     return Edge(app, service, ApiKeys(service.config.api_key, service.config.api_key_dir), OPEN_PATHS)
 
 

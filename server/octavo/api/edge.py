@@ -16,7 +16,7 @@ from octavo.api.errors import InternalFault, Unauthorized, error_response
 from octavo.api.service import Service
 from octavo.api_keys import ApiKeys
 
-OPEN_PATHS = frozenset(["/health", "/live", "/ready", "/startup", "/ping", "/metrics"])
+OPEN_PATHS = frozenset(["/", "/health", "/live", "/ready", "/startup", "/ping", "/metrics"])
 _MAX_REQUEST_ID = 128  # characters of a client's X-Request-Id that are echoed
 _log = logging.getLogger("octavo.api")
 _encoder = msgspec.json.Encoder()
