@@ -52,6 +52,20 @@ def test_the_table_of_fields_is_that_of_the_engine() -> None:
     assert set(written) == (CHAT_FIELDS | COMPLETION_FIELDS) - REFUSED_FIELDS
 
 
+def test_the_formats_of_calls_are_known_by_the_marks_that_the_page_names() -> None:
+    from octavo.prompt.tools.formats import REASONING_FORMATS, TOOL_FORMATS, reasoning_format, tool_format
+
+    tools, reasoning = (ROOT / "docs/tool-calls.md").read_text().split("| reasoning parser |")
+    for text, formats, pick in (
+        (tools, TOOL_FORMATS, tool_format),
+        (reasoning, REASONING_FORMATS, reasoning_format),
+    ):
+        rows = re.findall(r"^\| `(\w+)` \| (.*?) (?<!\\)\|", text, re.MULTILINE)
+        picked = {name: pick("auto", marks.replace("\\", "")) for name, marks in rows}
+        assert all(form is not None and form.name == name for name, form in picked.items())
+        assert formats.keys() - picked.keys() <= {"qwen3_coder"}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_links_to_exists(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)", page.read_text())

@@ -200,6 +200,26 @@ def test_what_strings_without_quotes_cannot_be_held_to_is_refused_for_strict_too
     assert grammar_of("hermes", strict)
 
 
+def test_a_parameter_whose_name_the_format_cannot_spell_is_refused() -> None:
+    tools = parse_tools(
+        [{"function": {"name": "f", "parameters": {"properties": {"user id": {}, "a-b": {}}}}}]
+    )
+    with pytest.raises(Unsupported) as caught:
+        grammar_of("pythonic", tools)
+    assert caught.value.where == "tools[0].function.parameters.properties.user id"
+    assert grammar_of("qwen3_xml", tools)
+
+
+def test_a_schema_may_be_a_reference_to_one_of_its_own() -> None:
+    schema = {
+        "$ref": "#/$defs/a",
+        "$defs": {"a": {"properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+    }
+    grammar = grammar_of("pythonic", parse_tools(function(name="f", parameters=schema)))
+    assert accepts(grammar, "[f(x=1)]")
+    assert not accepts(grammar, "[f(x=y)]")
+
+
 def function(**fields: Any) -> list[Any]:
     return [{"type": "function", "function": {"name": "f", **fields}}]
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
 MAX_TEXT = 2**17  # characters of a schema, regex or grammar
+MAX_LARK = 2**20  # of what we write ourselves, for many tools
 CPU_S = 1.0  # what compiling one may take; schemas of real applications take some milliseconds
 MEMORY = 2**30  # address space of the process
 NICENESS = 3  # the streams' process goes first where both want the same core
@@ -57,9 +58,10 @@ class GrammarCompiler:
 
     def _compile(self, form: str, value: Any, place: str, where: str) -> str:
         request = json.dumps({"form": form, "value": value})
-        if len(request) > MAX_TEXT:
+        longest = MAX_LARK if form == "lark" else MAX_TEXT
+        if len(request) > longest:
             raise InvalidRequest(
-                f"{place} is {len(request)} characters long: at most {MAX_TEXT}", param=_field(where)
+                f"{place} is {len(request)} characters long: at most {longest}", param=_field(where)
             )
         with self._lock:
             grammar = self._known.get(request) or self._ask(request, place, where)

@@ -12,6 +12,7 @@ from typing import Any
 
 from octavo.prompt.tools.definitions import Tool
 from octavo.prompt.tools.formats import Layout, ReasoningFormat, ToolFormat
+from octavo.prompt.tools.parser import KEY, NAME
 from octavo.prompt.tools.schema import properties, types_of
 
 WHITESPACE = r"[ \n\r\t]{1,40}"  # between the parts of JSON: a small model would go on with it for ever
@@ -193,6 +194,9 @@ class _Writer:
     def _xml(self, rule: str, tool: Tool) -> str:
         parts = [json.dumps(f"<function={tool.name}>\n")]
         for index, (key, schema, optional) in enumerate(self._parameters(tool)):
+            if not KEY.fullmatch(key):
+                where = f"{tool.where}.properties.{key}"
+                raise Unsupported(where, "the model's tool format has no parameters of such a name")
             begin = json.dumps(f"<parameter={key}>\n", ensure_ascii=False)
             name = f"{rule}_{index}"
             types = types_of(schema, tool.schema)
@@ -213,13 +217,19 @@ class _Writer:
         """``rule_i`` and ``rule_i_n``: the parameters from i on, where none and where some stand before."""
         parameters = self._parameters(tool)
         for index, (key, schema, optional) in enumerate(parameters):
+            if not NAME.fullmatch(key):
+                where = f"{tool.where}.properties.{key}"
+                raise Unsupported(where, "the model's tool format has no parameters of such a name")
             types = types_of(schema, tool.schema)
             value = {"boolean": '("True" | "False")', "null": '"None"'}.get("".join(types))
-            value = value or self._part(schema, tool)
-            written = f"{json.dumps(key + '=', ensure_ascii=False)} {value} {rule}_{index + 1}_n"
+            self.rules.append(
+                f"{rule}_{index}_p: {json.dumps(key + '=')} {value or self._part(schema, tool)}"
+            )
             for some, comma in (("", ""), ("_n", '", " ')):
                 skipped = f" | {rule}_{index + 1}{some}" if optional else ""
-                self.rules.append(f"{rule}_{index}{some}: {comma}{written}{skipped}")
+                self.rules.append(
+                    f"{rule}_{index}{some}: {comma}{rule}_{index}_p {rule}_{index + 1}_n{skipped}"
+                )
         self.rules += [f'{rule}_{len(parameters)}{some}: ""' for some in ("", "_n")]
         return f'{json.dumps(tool.name + "(")} {rule}_0 ")"'
 

@@ -14,9 +14,8 @@ from octavo.prompt.tools.reader import Literals, Reader, Steps
 from octavo.prompt.tools.schema import properties, types_of, written_as_json
 from octavo.prompt.tools.values import ValueScanner, json_so_far
 
-_NAME = re.compile(r"[\w.:/-]+")  # of a tool
-_KEY = re.compile(r"[^<>\n]+")  # of a parameter in XML
-_IDENTIFIER = re.compile(r"\w+")
+NAME = re.compile(r"[\w.:/-]+")  # of a tool, and of a parameter in Python
+KEY = re.compile(r"[^<>\n]+")  # of a parameter in XML
 _PARAMETER_END = Literals(("\n</parameter>", "</parameter>"))
 _CALL_KEYS = ("name", "arguments", "parameters", "type", "id")
 
@@ -320,7 +319,7 @@ class OutputParser:
                     return False
                 if key == "name":
                     named = json.loads("".join(out))
-                    if name or not isinstance(named, str) or not _NAME.fullmatch(named):
+                    if name or not isinstance(named, str) or not NAME.fullmatch(named):
                         return False
                     name = named
                     if layout.bare and name not in self._schemas:
@@ -339,10 +338,10 @@ class OutputParser:
     def _named(self, layout: Layout) -> Steps[bool]:
         reader = self._reader
         yield from reader.space()
-        name = yield from reader.run(_NAME)
+        name = yield from reader.run(NAME)
         given_id = ""
         if layout.call_id and (yield from reader.fixed(layout.call_id)):
-            given_id = yield from reader.run(_NAME)
+            given_id = yield from reader.run(NAME)
         if not name or not (yield from reader.fixed(layout.after)):
             return False
         yield from reader.space()
@@ -358,7 +357,7 @@ class OutputParser:
         reader = self._reader
         if not (yield from reader.fixed("<function=")):
             return False
-        name = yield from reader.run(_NAME)
+        name = yield from reader.run(NAME)
         if not name or not (yield from reader.literal(">")):
             return False
         self._begin(name)
@@ -371,7 +370,7 @@ class OutputParser:
             yield from reader.space()
             if not (yield from reader.literal("<parameter=")):
                 return False
-            key = yield from reader.run(_KEY)
+            key = yield from reader.run(KEY)
             if not key or not (yield from reader.literal(">")):
                 return False
             self._argue(f"{', ' if written == '' else ''}{json.dumps(key, ensure_ascii=False)}: ")
@@ -406,7 +405,7 @@ class OutputParser:
     def _python(self, layout: Layout) -> Steps[bool]:
         reader = self._reader
         yield from reader.space()
-        name = yield from reader.run(_NAME)
+        name = yield from reader.run(NAME)
         if not name or not (yield from reader.literal("(")) or not self._begin(name, layout):
             return False
         self._argue("{")
@@ -418,7 +417,7 @@ class OutputParser:
                 self._argue("}")
                 self._end()
                 return True
-            key = yield from reader.run(_IDENTIFIER)
+            key = yield from reader.run(NAME)
             if not key or not (yield from reader.fixed("=")):
                 return False
             yield from reader.space()

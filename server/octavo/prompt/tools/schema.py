@@ -13,7 +13,9 @@ _TYPES = frozenset(("string", "number", "integer", "boolean", "object", "array",
 
 def properties(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schemas of an object's properties."""
-    found = schema.get("properties")
+    named = schema.get("$ref")
+    inner = _referred(named, schema) if isinstance(named, str) else schema
+    found = inner.get("properties") if isinstance(inner, dict) else None
     return dict(found) if isinstance(found, dict) else {}
 
 
