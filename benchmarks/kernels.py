@@ -1,20 +1,23 @@
 """Speed of the C++ kernels beside torch and beside the machine's memory, measured in one run.
 
-    python benchmarks/kernels.py [--threads N] [--rounds N] [--layers N] [--only products|attention|step]
+    python benchmarks/kernels.py [--threads N] [--rounds N] [--layers N] [--only PART]
 
 The shapes are SmolLM2-135M's in bfloat16. A round passes over all layers' matrices and the head, 270 MB,
 so they come from memory. In each round a plain read of as many bytes, ours and torch's take turns, and
-medians are compared: on a shared machine times move, their ratios less so.
+medians are compared: on a shared machine times move, their ratios less so. ``paging`` sets attention over
+scattered blocks of 16 tokens against the same kernel over one block a sequence, contiguous memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,8 +36,8 @@ HEAD_ROWS = 32
 Layer = tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight]
 
 
-def medians(rounds: int, *runs: Callable[[], object]) -> list[float]:
-    """The median time in seconds of each of the runs, taken in turns after a warm-up."""
+def turns(rounds: int, *runs: Callable[[], object]) -> list[list[float]]:
+    """The times in seconds of each of the runs, taken in turns after a warm-up."""
     times: list[list[float]] = [[] for _ in runs]
     for round_number in range(rounds + 1):
         for taken, run in zip(times, runs, strict=True):
@@ -42,7 +45,12 @@ def medians(rounds: int, *runs: Callable[[], object]) -> list[float]:
             run()
             if round_number:
                 taken.append(time.perf_counter() - start)
-    return [statistics.median(taken) for taken in times]
+    return times
+
+
+def medians(rounds: int, *runs: Callable[[], object]) -> list[float]:
+    """The median time of each of the runs."""
+    return [statistics.median(taken) for taken in turns(rounds, *runs)]
 
 
 def reader(size: int) -> Callable[[], object]:
@@ -105,20 +113,27 @@ def products(ops: Ops, layers: int, rounds: int) -> None:
         )
 
 
-def decode_batch(queries: int, context: int, sequences: int) -> AttentionBatch:
-    blocks = -(-context // BLOCK_SIZE) * sequences
+def decode_batch(queries: int, context: int, sequences: int, block_size: int = BLOCK_SIZE) -> AttentionBatch:
+    """Sequences of one length, their blocks scattered."""
+    blocks = -(-context // block_size) * sequences
     return AttentionBatch(
         query_start=torch.arange(sequences + 1, dtype=torch.int32) * queries,
         seq_lens=torch.full((sequences,), context, dtype=torch.int32),
         block_tables=torch.randperm(blocks).int().view(sequences, -1),
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         max_query_len=queries,
     )
 
 
 def caches_for(ops: Ops, batch: AttentionBatch, layers: int) -> list[Tensor]:
-    shape = ops.kv_cache_shape(batch.block_tables.numel(), BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-    return [torch.randn(shape).to(DTYPE) for _ in range(layers)]
+    shape = ops.kv_cache_shape(batch.block_tables.numel(), batch.block_size, KV_HEADS, HEAD_DIM)
+    return [pages(shape).copy_(torch.randn(shape)) for _ in range(layers)]
+
+
+def pages(shape: tuple[int, ...]) -> Tensor:
+    """Memory as an engine's cache has it: numpy asks for huge pages, torch does not."""
+    size = math.prod(shape) * DTYPE.itemsize
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(DTYPE).view(shape)
 
 
 def attend(ops: Ops, q: Tensor, caches: list[Tensor], batch: AttentionBatch, out: Tensor) -> None:
@@ -157,6 +172,31 @@ def attention(ops: Ops, layers: int, rounds: int) -> None:
         print(
             f"  {sequences:2} x {queries:3} queries, context {context:4}: {ours * 1e3:8.2f} ms;"
             f" torch's time is {torchs / ours:5.2f} of it; {read / ours:4.0%} of the read limit"
+        )
+
+
+def paging(ops: Ops, layers: int, rounds: int) -> None:
+    print(f"attention over scattered blocks of {BLOCK_SIZE} tokens and over contiguous memory")
+    for queries, context, sequences in (
+        (1, 512, 1),
+        (1, 2048, 1),
+        (1, 8192, 1),
+        (1, 512, 32),
+        (1, 2048, 8),
+        (512, 512, 1),
+        (128, 4096, 1),
+    ):
+        q = torch.randn(sequences * queries, HEADS, HEAD_DIM).to(DTYPE)
+        runs = []
+        for block_size in (BLOCK_SIZE, context):
+            batch = decode_batch(queries, context, sequences, block_size)
+            caches = caches_for(ops, batch, layers if queries == 1 else min(layers, 4))
+            runs.append(partial(attend, ops, q, caches, batch, torch.empty_like(q)))
+        scattered, contiguous = turns(rounds, *runs)
+        ratio = statistics.median(ours / other for ours, other in zip(scattered, contiguous, strict=True))
+        print(
+            f"  {sequences:2} x {queries:3} queries, context {context:4}: {min(scattered) * 1e3:7.2f} and"
+            f" {min(contiguous) * 1e3:7.2f} ms at best; median of the ratios {ratio:.3f}"
         )
 
 
@@ -206,7 +246,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=usable_cpus())
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--layers", type=int, default=30)
-    parts = {part.__name__: part for part in (products, attention, step)}
+    parts = {part.__name__: part for part in (products, attention, paging, step)}
     parser.add_argument("--only", choices=parts)
     options = parser.parse_args()
     ops = load("cpu")

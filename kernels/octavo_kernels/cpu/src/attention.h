@@ -28,9 +28,9 @@ struct Softmax {
 template <class T>
 struct Tile {
     long rows;                 // query tokens times heads a KV head; what lies in the padding does not matter
-    const T* keys[kChunkGroups];
-    const T* values[kChunkGroups];
-    long groups;               // in use of the two above
+    const T* keys[kChunkGroups + 1];
+    const T* values[kChunkGroups + 1];
+    long groups;               // in use of the two above; one more entry says what is read after them
     long dim, padded_dim;
     float* queries;            // as the policy's Query type, [rows up to kRowPad][padded_dim]
     float* scores;             // [rows up to kRowPad][kChunk]
@@ -103,6 +103,14 @@ void find_groups(const Attention& a, const AttentionTask& task, long begin, long
             copy_values(c, tile.values[g], end - token, spare_values);
             tile.values[g] = spare_values;
         }
+    }
+    const long last = tile.groups - 1;
+    tile.keys[last + 1] = tile.keys[last];
+    tile.values[last + 1] = tile.values[last];
+    if (aligned && end % kChunk == 0 && end / kChunk < task.chunk_end) {
+        const long block = table[end / c.block_size], group = end % c.block_size / kGroup;
+        tile.keys[last + 1] = key_group<T>(c, block, task.kv_head, group);
+        tile.values[last + 1] = value_group<T>(c, block, task.kv_head, group);
     }
 }
 

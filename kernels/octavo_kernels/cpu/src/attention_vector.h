@@ -13,26 +13,38 @@ constexpr int kSliceRows = kWidth == 16 ? 8 : 3;
 template <int M>
 constexpr int kSliceVecs = M <= kSliceRows ? kPanelVecs : kPanelVecs / 2;
 
-static inline void prefetch_group(const void* p, long bytes) {
-    for (long i = 0; i < bytes; i += 64) _mm_prefetch(static_cast<const char*>(p) + i, _MM_HINT_T0);
-}
+// Keys and values to ask for while others are scored, a line of each at a time.
+struct AskAhead {
+    const char *keys, *values;
+
+    inline void next() {
+        _mm_prefetch(keys, _MM_HINT_T0);
+        _mm_prefetch(values, _MM_HINT_T0);
+        keys += 64;
+        values += 64;
+    }
+};
 
 template <int M>
-static inline void score_group(const float* q, long stride, const float* keys, long dim, float* scores) {
+static inline void score_group(const float* q, long stride, const float* keys, long dim, AskAhead ahead,
+                               float* scores) {
     Vec acc[M][kGroupVecs];
     for (int m = 0; m < M; m++)
         for (int v = 0; v < kGroupVecs; v++) acc[m][v] = zero();
-    for (long d = 0; d < dim; d++, keys += kGroup)
+    for (long d = 0; d < dim; d++, keys += kGroup) {
+        ahead.next();
         for (int v = 0; v < kGroupVecs; v++) {
             const Vec column = load(keys + v * kWidth);
             for (int m = 0; m < M; m++) acc[m][v] = fma(column, set1(q[m * stride + d]), acc[m][v]);
         }
+    }
     for (int m = 0; m < M; m++)
         for (int v = 0; v < kGroupVecs; v++) store(scores + m * kChunk + v * kWidth, acc[m][v]);
 }
 
 template <int M>
-static inline void score_group(const float* q, long stride, const bf16* keys, long dim, float* scores) {
+static inline void score_group(const float* q, long stride, const bf16* keys, long dim, AskAhead ahead,
+                               float* scores) {
     Vec acc[M][kGroupVecs];
     for (int m = 0; m < M; m++)
         for (int v = 0; v < kGroupVecs; v++) acc[m][v] = zero();
@@ -41,6 +53,7 @@ static inline void score_group(const float* q, long stride, const bf16* keys, lo
             for (int v = 0; v < kGroupVecs; v++) acc[m][v] = fma(column[v], set1(x[m * stride]), acc[m][v]);
     };
     for (long d = 0; d < dim; d += 2, keys += 2 * kGroup) {
+        ahead.next();
         Vec column[kGroupVecs];
         for (int v = 0; v < kGroupVecs; v++) column[v] = load_first(keys + v * kWidth * 2);
         step(column, q + d);
@@ -100,13 +113,11 @@ struct VectorProducts {
 
     template <int M>
     static void score_rows(const Tile<T>& t, long row) {
-        const long bytes = kGroup * t.padded_dim * sizeof(T);
         for (long g = 0; g < t.groups; g++) {
-            if (row == 0) {    // the first pass over a chunk reads it from memory
-                if (g + 1 < t.groups) prefetch_group(t.keys[g + 1], bytes);
-                prefetch_group(t.values[g], bytes);
-            }
-            score_group<M>(t.queries + row * t.padded_dim, t.padded_dim, t.keys[g], t.dim,
+            // The first pass over a chunk reads it from memory: two groups ahead, which suits blocks of one group best.
+            const long next = row == 0 ? smaller(g + 2, t.groups) : g;
+            const AskAhead ahead{reinterpret_cast<const char*>(t.keys[next]), reinterpret_cast<const char*>(t.values[next])};
+            score_group<M>(t.queries + row * t.padded_dim, t.padded_dim, t.keys[g], t.dim, ahead,
                            t.scores + row * kChunk + g * kGroup);
         }
     }
