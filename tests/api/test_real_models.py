@@ -303,7 +303,7 @@ def calls_the_tools_it_must(running: Any) -> None:
         fields |= {"seed": 3, "temperature": 1.0, "parallel_tool_calls": False}
         whole = running.client().chat.completions.create(**fields).choices[0]
         assert whole.finish_reason == "tool_calls"
-        assert whole.message.content is None
+        assert whole.message.content == ""
         (call,) = whole.message.tool_calls
         assert call.function.name in names
         jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])

@@ -114,6 +114,14 @@ def test_a_required_call_that_does_not_come_is_not_reported(reciting: Any) -> No
         assert said(read(reciting, "hello", tools=TOOLS, tool_choice="required")) == ("hello", "", [], "stop")
 
 
+def test_beside_calls_no_content_is_null_and_beside_forced_ones_empty(reciting: Any) -> None:
+    assert whole(reciting, CALL, tools=TOOLS)["message"]["content"] is None
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        answer = whole(reciting, CALL, tools=TOOLS, tool_choice=choice)
+        assert answer["message"]["content"] == ""
+        assert answer["finish_reason"] == "tool_calls"
+
+
 def test_without_calls_text_is_text(reciting: Any) -> None:
     for fields in ({"tools": TOOLS, "tool_choice": "none"}, {}):
         for read in (whole, streamed):

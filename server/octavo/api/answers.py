@@ -192,4 +192,5 @@ class ChatAnswer(_Answer):
     def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         reading = self._request.reading
         reasons = reading is not None and reading.reasoning is not None and self._request.include_reasoning
-        return {"message": choice.turn.message(reasons), **self._end(index, choice)}
+        forced = reading is not None and reading.choice.mode == "required"
+        return {"message": choice.turn.message(reasons, forced), **self._end(index, choice)}

@@ -40,12 +40,14 @@ class Turn:
                 case CallArguments():
                     self.calls.setdefault(event.index, (None, []))[1].append(event.text)
 
-    def message(self, reasons: bool) -> dict[str, Any]:
-        """The whole message; ``reasons``: reasoning is told from the content."""
+    def message(self, reasons: bool, forced: bool) -> dict[str, Any]:
+        """The whole message; ``reasons``: reasoning is told from the content. Where none is beside calls,
+        content is null, as OpenAI has it; beside ``forced`` calls it is empty, as vLLM has it.
+        """
         content = "".join(self.content)
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": content if content or not (self.calls or self.reasoning) else None,
+            "content": content if content or forced or not (self.calls or self.reasoning) else None,
             "refusal": None,
         }
         if reasons:

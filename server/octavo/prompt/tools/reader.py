@@ -45,19 +45,20 @@ class Reader:
         self.ended = False
         self._text = ""
         self._place = 0
-        self._taken: list[str] | None = None  # what was read since the mark, but for self._text
+        self._taken: list[str] | None = None  # what was read since the mark, but for the text at hand,
+        self._mark = 0  # of which this is the place
 
     def push(self, text: str) -> None:
         """More text."""
         if self._taken is not None:
-            self._taken.append(self._text[: self._place])
+            self._taken.append(self._text[self._mark : self._place])
         self._text = self._text[self._place :] + text
-        self._place = 0
+        self._place = self._mark = 0
 
     def mark(self) -> None:
         """Keep what is read from here on, for ``rewind`` and ``taken``."""
-        self._text, self._place = self._text[self._place :], 0
         self._taken = []
+        self._mark = self._place
 
     def unmark(self) -> None:
         self._taken = None
@@ -66,13 +67,16 @@ class Reader:
         """What was read since the mark; nothing where there is none."""
         if self._taken is None:
             return ""
-        return "".join(self._taken) + self._text[: self._place]
+        return "".join([*self._taken, self._text[self._mark : self._place]])
 
     def rewind(self) -> None:
         """Go back to the mark, which stays."""
         assert self._taken is not None
-        self._text, self._place = "".join([*self._taken, self._text]), 0
-        self._taken = []
+        if self._taken:
+            self._text = "".join([*self._taken, self._text[self._mark :]])
+            self._mark = 0
+            self._taken = []
+        self._place = self._mark
 
     def more(self) -> Steps[bool]:
         """Whether there is a next character."""
