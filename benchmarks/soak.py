@@ -47,6 +47,7 @@ FLAGS = (
     "--scheduling-policy=priority",
     "--served-model-name=soak",
 )
+URGENT_SHARE = 0.1  # of the requests have a higher priority than the others
 STUCK_S = 120.0  # a request that has not ended by then never will
 IDLE_S = 20.0  # how long the server may take to be empty once all clients have gone
 LONGEST_PAUSE_S = 1.0  # a refused client comes back after at most this, whatever it was told: pressure stays
@@ -97,7 +98,9 @@ class Traffic:
 
     def next(self) -> Ask:
         ask = self._random.choice(self._kinds)()
-        ask.body = {"model": "soak", "priority": self._random.randrange(-2, 3), **ask.body}
+        # Few come first: a priority that is always in demand starves those below it, and that is its meaning.
+        urgent = self._random.random() < URGENT_SHARE
+        ask.body = {"model": "soak", "priority": -1 if urgent else 0, **ask.body}
         return ask
 
     def _tokens(self, count: int) -> list[int]:
