@@ -69,6 +69,18 @@ class ApiKeys:
         _log.info("%d API keys read from %s", len(self._from_folder), self._folder)
 
 
+def read_key_file(path: str | Path) -> tuple[str, ...]:
+    """The keys of a file, one a line. Raises ``ConfigError`` when there is none, or it cannot be read."""
+    try:
+        lines = Path(path).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api-key-file {path} cannot be read: {error}") from error
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:  # else everyone would get in
+        raise ConfigError(f"api-key-file {path} holds no key: write one a line, or leave the flag out")
+    return keys
+
+
 def _digest(key: str) -> bytes:
     """Keys are compared by digest, so that neither their content nor their length shows in the time taken."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

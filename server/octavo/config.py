@@ -66,6 +66,25 @@ def _json_object(text: str | Mapping[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _text_list(value: str | Sequence[str]) -> tuple[str, ...]:
+    """Texts of a JSON list, or one text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.startswith("[") else [value]
+        except ValueError as error:
+            raise ConfigError(f"{value!r} is not JSON: {error}") from error
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) and one for one in value):
+        raise ConfigError(f"{value!r} is not a list of texts")
+    return tuple(value)
+
+
+def _root_path(value: str) -> str:
+    path = value.rstrip("/")
+    if not path.startswith("/"):
+        raise ConfigError(f"{value!r} is not a path: it begins with /, as /api")
+    return path
+
+
 def _json_fields(cls: type[Any], value: str | Mapping[str, Any]) -> dict[str, Any]:
     """A JSON object whose names are fields of ``cls``."""
     fields, known = _json_object(value), [field.name for field in dataclasses.fields(cls)]
@@ -221,12 +240,40 @@ class EngineConfig:
     max_queue: int = _setting(1024, "requests that may wait; one more gets 429", low=1)
     max_queue_tokens: int = _setting(0, "tokens that may wait; 0: no limit but max-queue", low=0)
     async_scheduling: bool = _setting(True, "plan the next step while one runs")
+    max_logprobs: int = _setting(
+        20, "most logprobs, top_logprobs and prompt_logprobs of a request; -1: the vocabulary", low=-1
+    )
+    return_tokens_as_token_ids: bool = _setting(False, "name tokens of logprobs token_id:N in every answer")
+    enable_force_include_usage: bool = _setting(False, "every stream ends with its usage, asked for or not")
+    enable_request_id_headers: bool = _setting(True, "answers carry X-Request-Id")
+    max_request_body: int = _setting(
+        32 * 2**20, "largest body of a request, in bytes or as 32Mi", parse=parse_size, metavar="SIZE"
+    )
     kv_events_config: KVEventsConfig | None = _setting(
         None, "publish KV events; JSON with vLLM's fields, {} for the defaults", parse=KVEventsConfig.of,
         metavar="JSON",
     )  # fmt: skip
     api_key: tuple[str, ...] = _setting((), "key clients must send; repeat for several", many=True)
     api_key_dir: str | None = _setting(None, "folder of files, each holding one API key (a mounted Secret)")
+    api_key_file: str | None = _setting(
+        None, "file of API keys, one a line; OCTAVO_API_KEY in the environment is one more"
+    )
+    root_path: str = _setting("", "prefix of every route behind a proxy, as /api", parse=_root_path)
+    allowed_origins: tuple[str, ...] = _setting(
+        (), "web pages that may call (CORS); JSON list, or * for all; none without it", parse=_text_list
+    )
+    allowed_methods: tuple[str, ...] = _setting(
+        ("*",), "methods that allowed-origins may use; JSON list", parse=_text_list
+    )
+    allowed_headers: tuple[str, ...] = _setting(
+        ("*",), "headers that allowed-origins may send; JSON list", parse=_text_list
+    )
+    allow_credentials: bool = _setting(False, "allowed-origins may send cookies and the like")
+    ssl_keyfile: str | None = _setting(None, "key of ssl-certfile, where that does not hold it")
+    ssl_certfile: str | None = _setting(None, "certificate of the public port: it speaks HTTPS")
+    ssl_ca_certs: str | None = _setting(None, "certificates that clients' own are checked against")
+    ssl_cert_reqs: int = _setting(0, "certificates of clients: 0 none, 1 optional, 2 required", low=0, high=2)
+    api_server_count: int = _setting(1, "API processes before the engine", off=(1,))
     drain_grace_s: float = _setting(5.0, "seconds after SIGTERM in which new requests are still taken", low=0)
     drain_timeout_s: float = _setting(60.0, "seconds after SIGTERM until running streams are cut", low=0)
     default_chat_template_kwargs: dict[str, Any] | None = _setting(
@@ -257,6 +304,15 @@ class EngineConfig:
     speculative_model: str | None = _setting(None, "the draft model (speculative-config says more)")
     num_speculative_tokens: int | None = _setting(None, "tokens speculative-model guesses at a time")
     kv_cache_dtype: str = _setting("auto", "type of the KV cache", off=("auto",))
+    uvicorn_log_level: str = _setting(
+        "warning", "how much the HTTP server itself logs",
+        choices=("critical", "error", "warning", "info", "debug", "trace"),
+    )  # fmt: skip
+    access_log: bool = _setting(True, "one line of JSON for each request")
+    enable_log_requests: bool = _setting(False, "log prompts and settings of requests (texts of users!)")
+    otlp_traces_endpoint: str | None = _setting(
+        None, "where OpenTelemetry traces go, as http://collector:4318/v1/traces; needs octavo[otel]"
+    )
     log_level: str = _setting("info", "how much to log", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
@@ -267,6 +323,7 @@ class EngineConfig:
             raise ConfigError("no model given: name a path, or a file://, package:// or hf:// address")
         if self.speculative_model is not None or self.num_speculative_tokens is not None:
             object.__setattr__(self, "speculative_config", self._older_speculation())
+        self._check_http()
         length = self.max_model_len
         step = self.max_num_batched_tokens
         if not self.enable_chunked_prefill and isinstance(length, int) and length > step:
@@ -274,6 +331,21 @@ class EngineConfig:
                 f"max-num-batched-tokens is {step}, below max-model-len {length}: without chunked "
                 "prefill a prompt must fit one step. Raise it, or leave chunked prefill on"
             )
+
+    def _check_http(self) -> None:
+        for needed, names in (
+            ("allowed_origins", ("allowed_methods", "allowed_headers", "allow_credentials")),
+            ("ssl_certfile", ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")),
+            ("ssl_ca_certs", ("ssl_cert_reqs",)),
+        ):
+            for field in dataclasses.fields(self):
+                if (
+                    field.name in names
+                    and getattr(self, field.name) != field.default
+                    and not getattr(self, needed)
+                ):
+                    flag, other = field.name.replace("_", "-"), needed.replace("_", "-")
+                    raise ConfigError(f"{flag} needs {other}: give both, or neither")
 
     def _older_speculation(self) -> SpeculativeConfig:
         model, tokens = self.speculative_model, self.num_speculative_tokens

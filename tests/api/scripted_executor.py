@@ -60,14 +60,23 @@ class ScriptedExecutor:
             return RowResult(row.request_id, [], error="logits are NaN")
         if row.start == 0 and row.token_ids[0] == DIE:
             os.kill(os.getpid(), signal.SIGKILL)
+        scores = self._prompt_scores(row)
         if not row.samples:
-            return RowResult(row.request_id, [])
+            return RowResult(row.request_id, [], prompt_logprobs=scores)
         ranked = [self._ranked(row.token_ids[-1], sample) for sample in row.samples]
         logprobs = None
         if (wanted := row.samples[0].logprobs) is not None:
             tops = [[(token, -0.5 - rank) for rank, token in enumerate(each)] for each in ranked]
             logprobs = [TokenLogprobs(-0.5, 1, top[:wanted]) for top in tops]
-        return RowResult(row.request_id, [each[0] for each in ranked], logprobs)
+        return RowResult(row.request_id, [each[0] for each in ranked], logprobs, prompt_logprobs=scores)
+
+    def _prompt_scores(self, row):
+        """The token at position p of the prompt has the logprob -p, and is unlike the top ones."""
+        if row.prompt_logprobs is None:
+            return None
+        places = [p for p in range(row.start + 1, row.start + len(row.token_ids) + 1) if p < len(row.history)]
+        top = [(FIRST_PLAIN + rank, -0.25 - rank) for rank in range(row.prompt_logprobs)]
+        return [TokenLogprobs(-float(p), 30, top) for p in places]
 
     def _ranked(self, last, sample):
         drawn = (sample.seed, sample.sample_index) if sample.temperature else ()

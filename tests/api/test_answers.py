@@ -262,3 +262,17 @@ def test_the_models_own_generation_config_gives_the_defaults(
         )
         assert warm.usage.completion_tokens == 9
         assert warm.choices[0].message.content != answers[0].choices[0].message.content
+
+
+def test_what_is_only_read_answers_head_too(fast: Any) -> None:
+    paths = ("/health", "/ping", "/live", "/ready", "/startup", "/version", "/load", "/metrics", "/v1/models")
+    for path in (*paths, "/v1/models/tiny", "/tokenizer_info"):
+        answer = fast.http.head(fast.url + path)
+        assert (answer.status_code, answer.content) == (200, b""), path
+
+
+def test_a_client_can_learn_to_render_chats_itself(fast: Any, renderer: Any) -> None:
+    told = fast.get("/tokenizer_info").json()
+    assert told["chat_template"] == renderer.assets.chat_template
+    assert (told["eos_token"], told["bos_token"], told["vocab_size"]) == ("<|end|>", None, 384)
+    assert (told["model_max_length"], told["tokenizer_digest"]) == (2048, renderer.assets.tokenizer_digest)

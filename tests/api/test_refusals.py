@@ -64,7 +64,7 @@ WRONG = [
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "sand"}}}),
 ]  # fmt: skip
 UNSUPPORTED = [
-    ("kv_transfer_params", {}), ("echo", True),
+    ("kv_transfer_params", {}),
     ("guided_json", {"type": "object"}), ("guided_choice", ["a"]),
 ]  # fmt: skip
 

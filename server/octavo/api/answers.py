@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from octavo.api.generation import Delta
 from octavo.api.logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
 from octavo.api.requests import ParsedRequest
@@ -38,7 +40,7 @@ class _Answer(ABC):
         self._head = {"id": f"{self.prefix}-{name}", "created": created, "model": request.model}
         self._choices = [_Choice() for _ in range(len(request.prompts) * request.sampling.n)]
         self._first_shown: set[int] = set()
-        self._prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
+        self.prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()  # for each prompt, once they are known
 
     def add(self, delta: Delta) -> None:
         """Take a delta into the whole answer."""
@@ -51,11 +53,8 @@ class _Answer(ABC):
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
 
-    def whole(
-        self, usage: dict[str, Any], prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
-    ) -> dict[str, Any]:
-        """The answer of a request that does not stream. ``prompt_logprobs``: for each prompt."""
-        self._prompt_logprobs = prompt_logprobs
+    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer of a request that does not stream."""
         choices = [self._whole_choice(index, choice) for index, choice in enumerate(self._choices)]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": usage}
 
@@ -96,9 +95,11 @@ class _Answer(ABC):
         return self._request.prompts[index // self._request.sampling.n]
 
     def _prompt_logprobs_of(self, index: int) -> list[dict[str, Any] | None]:
-        logprobs = self._prompt_logprobs[index // self._request.sampling.n]
-        renderer, as_ids = self._request.renderer, self._request.tokens_as_ids
-        return prompt_logprobs(renderer, self._prompt_of(index), logprobs, as_ids)
+        request, number = self._request, self._request.prompt_logprobs or 0
+        logprobs = self.prompt_logprobs[index // request.sampling.n]
+        return prompt_logprobs(
+            request.renderer, self._prompt_of(index), logprobs, number, request.tokens_as_ids
+        )
 
     def _end(self, index: int, choice: _Choice) -> dict[str, Any]:
         end: dict[str, Any] = {
@@ -137,10 +138,32 @@ class CompletionAnswer(_Answer):
     def __init__(self, request: ParsedRequest, name: str, created: int) -> None:
         super().__init__(request, name, created)
         self._builders = [CompletionLogprobs(request.renderer, request.tokens_as_ids) for _ in self._choices]
+        self._to_echo = set(range(len(self._choices))) if request.echo else set()
+
+    def add(self, delta: Delta) -> None:
+        super().add(self._echoed(delta))
+        self._to_echo.discard(delta.index)
+
+    def chunk(self, delta: Delta) -> dict[str, Any] | None:
+        chunk = super().chunk(self._echoed(delta))
+        self._to_echo.discard(delta.index)
+        return chunk
+
+    def _echoed(self, delta: Delta) -> Delta:
+        """The first delta of a choice begins with the prompt, where that is to be shown."""
+        if delta.index not in self._to_echo:
+            return delta
+        prompt = self._request.prompt_text(delta.index // self._request.sampling.n)
+        return msgspec.structs.replace(delta, text=prompt + delta.text)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
         assert delta.logprobs is not None
-        return self._builders[delta.index].chunk(delta.token_ids, delta.logprobs)
+        index, builder = delta.index, self._builders[delta.index]
+        if index not in self._to_echo:
+            return builder.chunk(delta.token_ids, delta.logprobs)
+        scores = self.prompt_logprobs[index // self._request.sampling.n]
+        before = builder.prompt(self._prompt_of(index), scores, self._request.sampling.logprobs or 0)
+        return joined([before, builder.chunk(delta.token_ids, delta.logprobs)])
 
     def _text_of(self, delta: Delta) -> dict[str, Any]:
         return {"text": delta.text}
@@ -149,7 +172,7 @@ class CompletionAnswer(_Answer):
         whole = {"text": "".join(choice.text), **self._end(index, choice)}
         if self._request.return_token_ids:
             whole["prompt_token_ids"] = self._prompt_of(index)
-        if self._request.sampling.prompt_logprobs is not None:
+        if self._request.prompt_logprobs is not None:
             whole["prompt_logprobs"] = self._prompt_logprobs_of(index)
         return whole
 
@@ -169,13 +192,11 @@ class ChatAnswer(_Answer):
                 chunk["prompt_token_ids"] = self._request.prompts[0]
             yield chunk
 
-    def whole(
-        self, usage: dict[str, Any], prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
-    ) -> dict[str, Any]:
-        whole = super().whole(usage, prompt_logprobs)
+    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
+        whole = super().whole(usage)
         if self._request.return_token_ids:
             whole["prompt_token_ids"] = self._request.prompts[0]
-        if self._request.sampling.prompt_logprobs is not None:
+        if self._request.prompt_logprobs is not None:
             whole["prompt_logprobs"] = self._prompt_logprobs_of(0)
         return whole
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from octavo import __version__
@@ -18,30 +19,56 @@ from octavo.api.private_routes import private_routes
 from octavo.api.probes import probe_routes
 from octavo.api.service import Service
 from octavo.api.tokenize_routes import tokenize_routes
-from octavo.api_keys import ApiKeys
-from octavo.errors import OctavoError
+from octavo.api_keys import ApiKeys, read_key_file
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, OctavoError
 
+API_KEY_ENV = "OCTAVO_API_KEY"  # one more key that clients may send
 PRIVATE_KEY_ENV = "OCTAVO_PRIVATE_KEY"  # what the router and the operator send to the private port
 
 
 def public_app(service: Service) -> ASGIApp:
-    """Raises ``ConfigError`` when the folder of keys does not exist."""
-    app = _app()
+    """Raises ``ConfigError`` when the keys cannot be read."""
+    config = service.config
+    app = _app(service)
     for routes in (probe_routes, openai_routes, tokenize_routes):
         app.include_router(routes(service))
     app.include_router(page_routes())
-    return Edge(app, service, ApiKeys(service.config.api_key, service.config.api_key_dir), OPEN_PATHS)
+    edge = Edge(app, service, client_keys(config), OPEN_PATHS, config.root_path)
+    if not config.allowed_origins:
+        return edge
+    return CORSMiddleware(  # outside: a browser asks without a key first
+        edge,
+        allow_origins=config.allowed_origins,
+        allow_methods=config.allowed_methods,
+        allow_headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
+        expose_headers=("x-request-id", "x-octavo-load", "retry-after"),
+    )
+
+
+def client_keys(config: EngineConfig) -> ApiKeys:
+    """Those of the flags, of the files, and of the environment."""
+    keys = config.api_key
+    if config.api_key_file is not None:
+        keys += read_key_file(config.api_key_file)
+    if (from_environment := os.environ.get(API_KEY_ENV)) is not None:
+        if not from_environment.strip():
+            raise ConfigError(f"{API_KEY_ENV} is empty in the environment: give the key, or unset it")
+        keys += (from_environment,)
+    return ApiKeys(keys, config.api_key_dir)
 
 
 def private_app(service: Service, drain: Callable[[], None]) -> ASGIApp:
-    app = _app()
+    app = _app(service)
     app.include_router(private_routes(service, drain))
     key = os.environ.get(PRIVATE_KEY_ENV)
     return Edge(app, service, ApiKeys((key,) if key else ()), frozenset())
 
 
-def _app() -> FastAPI:
+def _app(service: Service) -> FastAPI:
     app = FastAPI(title="Octavo", version=__version__, openapi_url=None, redirect_slashes=False)
+    app.state.max_request_body = service.config.max_request_body
     app.add_exception_handler(OctavoError, on_octavo_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_fault)

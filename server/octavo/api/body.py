@@ -12,15 +12,13 @@ from starlette.requests import Request
 from octavo.api.errors import BodyTooLarge, UnsupportedMediaType
 from octavo.errors import InvalidRequest
 
-MAX_BODY_BYTES = 32 * 2**20  # a prompt of a million token ids fits four times
-# So much of a body that is too large is still taken in and thrown away: a client that writes all before it
-# reads would otherwise find its connection reset, and no answer.
-LINGER_BYTES = MAX_BODY_BYTES
-
 
 async def read_body(request: Request) -> bytes:
-    """The raw body. Raises ``UnsupportedMediaType`` or ``BodyTooLarge``, the latter before all of it was
-    read.
+    """The raw body, of at most ``max_request_body`` bytes. Raises ``UnsupportedMediaType`` or
+    ``BodyTooLarge``, the latter before all of it was read.
+
+    As much again of a body that is too large is still taken in and thrown away: a client that writes all
+    before it reads would otherwise find its connection reset, and no answer.
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
@@ -29,23 +27,24 @@ async def read_body(request: Request) -> bytes:
         )
     if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
         raise UnsupportedMediaType(f"the body's content encoding is {encoding!r}: send it uncompressed")
+    most: int = request.app.state.max_request_body
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > MAX_BODY_BYTES + LINGER_BYTES:
-        raise _too_large()
+    if declared.isdigit() and int(declared) > 2 * most:
+        raise _too_large(most)
     body, size = bytearray(), 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > MAX_BODY_BYTES + LINGER_BYTES:
+        if size > 2 * most:
             break
-        if size <= MAX_BODY_BYTES:
+        if size <= most:
             body += chunk
-    if size > MAX_BODY_BYTES:
-        raise _too_large()
+    if size > most:
+        raise _too_large(most)
     return bytes(body)
 
 
-def _too_large() -> BodyTooLarge:
-    return BodyTooLarge(f"the body is too large: at most {MAX_BODY_BYTES} bytes are read")
+def _too_large(most: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is too large: at most {most} bytes are read (max-request-body)")
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -27,8 +27,17 @@ class Edge:
     be.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, keys: ApiKeys, open_paths: frozenset[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        service: Service,
+        keys: ApiKeys,
+        open_paths: frozenset[str],
+        root_path: str = "",
+    ) -> None:
+        """``root_path``: a prefix that a path may have, and is taken off."""
         self._app = app
+        self._root_path = root_path
         self._service = service
         self._keys = keys
         self._open = open_paths
@@ -40,6 +49,8 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if self._root_path and scope["path"].startswith(self._root_path + "/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._root_path)}
         began, status = time.monotonic(), 0
         headers = {name.lower(): value for name, value in scope["headers"]}
         request_id = _request_id(headers.get(b"x-request-id"))
@@ -72,10 +83,9 @@ class Edge:
             self._count(scope, status, time.monotonic() - began, request_id)
 
     def _extra_headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
-        headers = [
-            (b"x-request-id", request_id.encode("latin-1")),
-            (b"x-octavo-load", _encoder.encode(self._service.load())),
-        ]
+        headers = [(b"x-octavo-load", _encoder.encode(self._service.load()))]
+        if self._service.config.enable_request_id_headers:
+            headers.append((b"x-request-id", request_id.encode("latin-1")))
         if self._service.draining:  # connections that are kept open go elsewhere
             headers.append((b"connection", b"close"))
         return headers

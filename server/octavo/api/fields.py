@@ -15,11 +15,11 @@ MAX_STOP_STRINGS = 4  # as OpenAI
 
 _OFF: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
-    "echo": (False,),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
 }  # the last four are older names of structured_outputs: an answer in any form is not what they ask
 _OFF_CHAT: dict[str, tuple[Any, ...]] = {
     **_OFF,
+    "echo": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -48,9 +48,12 @@ _CHAT = [
     "chat_template", "chat_template_kwargs", "documents", "tools", "tool_choice", "parallel_tool_calls",
     "include_reasoning", "reasoning_effort",
 ]  # fmt: skip
-REFUSED_FIELDS = frozenset([*_OFF_CHAT, *_OFF_COMPLETION]).difference(_CHAT)  # unless they say "off"
+_COMPLETION = ["prompt", "add_special_tokens", "echo"]
+REFUSED_FIELDS = frozenset([*_OFF_CHAT, *_OFF_COMPLETION]).difference(
+    _CHAT, _COMPLETION
+)  # unless they say "off"
 CHAT_FIELDS = frozenset([*_SAMPLING, *_COMMON, *_CHAT, *_OFF_CHAT])
-COMPLETION_FIELDS = frozenset([*_SAMPLING, *_COMMON, "prompt", "add_special_tokens", *_OFF_COMPLETION])
+COMPLETION_FIELDS = frozenset([*_SAMPLING, *_COMMON, *_COMPLETION, *_OFF_COMPLETION])
 
 
 class Fields:

@@ -111,7 +111,10 @@ class Generation:
         priority: int = 0,
         deadline: float | None = None,
         reading: OutputReading | None = None,
+        prompt_only: bool = False,
     ) -> None:
+        """``prompt_only``: what is drawn is not shown."""
+        self._prompt_only = prompt_only
         self._engine = engine
         self._metrics = metrics
         self.sampling = sampling
@@ -224,6 +227,8 @@ class Generation:
             self.prompt_logprobs[sequence.choices[0] // self.sampling.n] = output.prompt_logprobs
         now = time.time()
         delta, events = sequence.read(output)
+        if self._prompt_only:
+            delta = TextDelta("", 0, delta.finish_reason and "length")
         counted = output.token_ids[: delta.num_tokens]
         self._metrics.tokens(
             now - (sequence.last_time or self._arrival), len(counted), not sequence.num_tokens

@@ -35,10 +35,14 @@ def chat_logprobs(
 
 
 def prompt_logprobs(
-    renderer: PromptRenderer, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], as_ids: bool
+    renderer: PromptRenderer,
+    prompt: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    number: int,
+    as_ids: bool,
 ) -> list[dict[str, Any] | None]:
-    """vLLM's form: for each prompt token ``{token_id: {logprob, rank, decoded_token}}``, its own first; None
-    for the first token, which nothing comes before.
+    """vLLM's form: for each prompt token ``{token_id: {logprob, rank, decoded_token}}``, its own first, then
+    the ``number`` most likely; None for the first token, which nothing comes before.
     """
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
@@ -48,7 +52,7 @@ def prompt_logprobs(
     entries: list[dict[str, Any] | None] = [None]
     for token_id, one in zip(prompt[1:], logprobs, strict=True):
         shown = {str(token_id): entry(token_id, one.logprob, one.rank)}
-        for rank, (other, logprob) in enumerate(one.top, 1):
+        for rank, (other, logprob) in enumerate(one.top[:number], 1):
             shown.setdefault(str(other), entry(other, logprob, rank))
         entries.append(shown)
     return entries
@@ -63,6 +67,16 @@ class CompletionLogprobs:
         self._renderer = renderer
         self._as_ids = as_ids
         self._offset = 0
+
+    def prompt(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], number: int
+    ) -> dict[str, Any]:
+        """The lists for an echoed prompt; of its first token nothing is known."""
+        first, rest = token_ids[:1], token_ids[1:]
+        scores = [TokenLogprobs(one.logprob, one.rank, one.top[:number]) for one in logprobs]
+        whole = joined([self.chunk(first, [TokenLogprobs(0.0, 0, [])]), self.chunk(rest, scores)])
+        whole["token_logprobs"][0] = whole["top_logprobs"][0] = None
+        return whole
 
     def chunk(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The lists for these tokens. Offsets count characters of the tokens' own texts, from the choice's

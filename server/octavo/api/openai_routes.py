@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from octavo.api.answers import ChatAnswer, CompletionAnswer
 from octavo.api.generation import Generation
-from octavo.api.probes import json_response
+from octavo.api.probes import READ, json_response
 from octavo.api.requests import ParsedRequest, parse_request
 from octavo.api.service import Service
 from octavo.api.sse import ClientGone, EventStream, event, unless_gone
@@ -28,12 +28,12 @@ def openai_routes(service: Service) -> APIRouter:
     """Routes under ``/v1``."""
     routes = APIRouter()
 
-    @routes.get("/v1/models")
+    @routes.api_route("/v1/models", methods=READ)
     async def models() -> Response:
         data = [_model(service, name) for name in service.config.model_names]
         return json_response({"object": "list", "data": data})
 
-    @routes.get("/v1/models/{name:path}")
+    @routes.api_route("/v1/models/{name:path}", methods=READ)
     async def model(name: str) -> Response:
         service.check_model(name)
         return json_response(_model(service, name))
@@ -69,11 +69,12 @@ async def _complete(
     name = parsed.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
     answer = kind(parsed, name, int(time.time()))
     generation = parsed.generation()
+    answer.prompt_logprobs = generation.prompt_logprobs
     try:
         if parsed.stream:
             await unless_gone(request, generation.start(answer_first=True))
             for_router = "x-octavo-router" in request.headers
-            events = _events(generation, answer, parsed.include_usage, for_router)
+            events = _events(generation, answer, parsed, for_router)
             return EventStream(events, generation.close)
         return json_response(await unless_gone(request, _whole(generation, answer)))
     except InvalidRequest as error:
@@ -92,11 +93,11 @@ async def _whole(generation: Generation, answer: Answer) -> dict[str, Any]:
         await generation.start(answer_first=False)
         async for delta in generation.deltas():
             answer.add(delta)
-        return answer.whole(generation.usage(), generation.prompt_logprobs)
+        return answer.whole(generation.usage())
 
 
 async def _events(
-    generation: Generation, answer: Answer, include_usage: bool, for_router: bool
+    generation: Generation, answer: Answer, parsed: ParsedRequest, for_router: bool
 ) -> AsyncGenerator[bytes, None]:
     """The first chunks at once, then one for each step that shows something, usage if asked for.
 
@@ -107,8 +108,8 @@ async def _events(
             yield event(chunk)
         async for delta in generation.deltas():
             if (shown := answer.chunk(delta)) is not None:
-                yield event(shown)
-        if include_usage:
+                yield event({**shown, "usage": generation.usage()} if parsed.continuous_usage else shown)
+        if parsed.include_usage:
             yield event(answer.usage_chunk(generation.usage()))
         if for_router:
             yield b": cached_tokens %d\n\n" % generation.cached_tokens

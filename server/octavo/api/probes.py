@@ -11,6 +11,8 @@ from starlette.responses import Response
 from octavo import __version__
 from octavo.api.service import STARTING_RETRY_S, Service
 
+READ = ["GET", "HEAD"]  # the methods of what is only read: clients and balancers probe with HEAD
+
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
@@ -24,36 +26,36 @@ def probe_routes(service: Service) -> APIRouter:
         headers = None if healthy else {"Retry-After": str(STARTING_RETRY_S)}
         return json_response(service.describe(), 200 if healthy else 503, headers)
 
-    @routes.get("/health")
-    @routes.api_route("/ping", methods=["GET", "POST"])
+    @routes.api_route("/health", methods=READ)
+    @routes.api_route("/ping", methods=[*READ, "POST"])
     async def health() -> Response:
         """Requests can be answered now."""
         return probe(service.state in ("ready", "draining"))
 
-    @routes.get("/live")
+    @routes.api_route("/live", methods=READ)
     async def live() -> Response:
         """A restart would not help: the engine lives, or is still starting."""
         return probe(service.state not in ("stalled", "dead"))
 
-    @routes.get("/ready")
+    @routes.api_route("/ready", methods=READ)
     async def ready() -> Response:
         """New requests should be sent here."""
         return probe(service.state == "ready" and not service.draining)
 
-    @routes.get("/startup")
+    @routes.api_route("/startup", methods=READ)
     async def startup() -> Response:
         """The engine has been ready once."""
         return probe(service.started and service.state != "dead")
 
-    @routes.get("/version")
+    @routes.api_route("/version", methods=READ)
     async def version() -> Response:
         return json_response({"version": __version__})
 
-    @routes.get("/load")
+    @routes.api_route("/load", methods=READ)
     async def load() -> Response:
         return json_response(service.load())
 
-    @routes.get("/metrics")
+    @routes.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
         return Response(service.metrics.text(), headers={"Content-Type": service.metrics.content_type})
 

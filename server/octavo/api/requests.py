@@ -15,7 +15,7 @@ from starlette.requests import Request
 from octavo.api.body import parse_object, read_body
 from octavo.api.fields import Fields, refuse_unsupported, unknown_names, wrong
 from octavo.api.generation import Generation
-from octavo.api.sampling import sampling_params, structured_outputs
+from octavo.api.sampling import prompt_only, sampling_params, structured_outputs
 from octavo.api.service import Service
 from octavo.core.sampling_params import StructuredOutputs
 from octavo.errors import InvalidRequest
@@ -46,19 +46,26 @@ class ParsedRequest:
         refuse_unsupported(body, chat)
         self.num_unknown = len(unknown_names(body, chat))
         self.stream = fields.flag("stream", False)
-        self.include_usage = self._stream_options()
+        self.include_usage, self.continuous_usage = self._stream_options()
         self.cache_salt = fields.text("cache_salt")
         self.request_id = fields.text("request_id")
         self.return_token_ids = fields.flag("return_token_ids", False)
-        self.tokens_as_ids = fields.flag("return_tokens_as_token_ids", False)
+        self.tokens_as_ids = fields.flag(
+            "return_tokens_as_token_ids", service.config.return_tokens_as_token_ids
+        )
         self.priority = fields.integer("priority", 0) or 0
         if not -(2**31) <= self.priority < 2**31:
             raise wrong("priority", self.priority, "a 32-bit integer")
         self.deadline = self._deadline()
         self.sampling = sampling_params(fields, service.defaults, chat)
+        self.echo = not chat and fields.flag("echo", False)
+        self.prompt_only = not chat and prompt_only(fields)
+        self.prompt_logprobs = fields.integer("prompt_logprobs")
+        if self.prompt_only and self.sampling.min_tokens:
+            raise wrong("min_tokens", self.sampling.min_tokens, "0, as max_tokens is")
         if self.stream:
             for name in ("use_beam_search", "prompt_logprobs"):  # they are there at the end
-                if getattr(self.sampling, name) not in (None, False):
+                if body.get(name) not in (None, False):
                     raise InvalidRequest(f"{name} does not stream: leave stream out", param=name)
         self.include_reasoning = fields.flag("include_reasoning", True)
         self.reading: OutputReading | None = None
@@ -121,29 +128,37 @@ class ParsedRequest:
         reading = OutputReading(config, self.renderer, body, rendered, parallel)
         return reading if reading.active else None
 
-    def _stream_options(self) -> bool:
-        options = self.fields.body.get("stream_options")
+    def _stream_options(self) -> tuple[bool, bool]:
+        """Whether usage comes at the end, and with every chunk."""
+        options, always = (
+            self.fields.body.get("stream_options"),
+            self.service.config.enable_force_include_usage,
+        )
         if options is None:
-            return False
+            return always, False
         if not isinstance(options, dict):
             raise wrong("stream_options", options, "an object")
         if not self.stream:
             raise InvalidRequest("stream_options needs stream true", param="stream_options")
         inner = Fields(options)
-        if inner.flag("continuous_usage_stats", False):
-            raise InvalidRequest(
-                "stream_options.continuous_usage_stats is true: not supported yet; leave it out",
-                param="stream_options.continuous_usage_stats",
-                code="unsupported_parameter",
-            )
-        return inner.flag("include_usage", False)
+        usage = inner.flag("include_usage", False) or always
+        return usage, inner.flag("continuous_usage_stats", False) and usage
+
+    def prompt_text(self, index: int) -> str:
+        """The text of a completion's prompt, as it was sent where it was a text."""
+        given = self.fields.body["prompt"]
+        one = given if isinstance(given, str) else given[index]
+        if isinstance(one, str) and self.fields.body.get("truncate_prompt_tokens") is None:
+            return one
+        return self.renderer.decode(self.prompts[index], self.sampling.skip_special_tokens)
 
     def as_asked(self, error: InvalidRequest) -> InvalidRequest:
-        """What the engine says of ``max_tokens``, said of the field that the client sent."""
-        name = "max_completion_tokens"
-        if error.param != "max_tokens" or not self.chat or self.fields.body.get(name) is None:
+        """What the engine says of a setting, said of the field that the client sent."""
+        names = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
+        name = names.get(error.param or "")
+        if error.param is None or name is None or not self.chat or self.fields.body.get(name) is None:
             return error
-        return type(error)(error.message.replace("max_tokens", name), param=name, code=error.code)
+        return type(error)(error.message.replace(error.param, name), param=name, code=error.code)
 
     def generation(self) -> Generation:
         config = self.service.config
@@ -161,6 +176,7 @@ class ParsedRequest:
             priority=self.priority,
             deadline=self.deadline,
             reading=self.reading,
+            prompt_only=self.prompt_only,
         )
 
 

@@ -5,7 +5,7 @@ defaults.
 from __future__ import annotations
 
 from octavo.api.fields import Fields, wrong
-from octavo.core.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
+from octavo.core.sampling_params import SamplingParams, StructuredOutputs
 from octavo.errors import InvalidRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's completions; a chat may fill the context
@@ -45,7 +45,7 @@ def sampling_params(fields: Fields, defaults: SamplingParams, chat: bool) -> Sam
         include_stop_str_in_output=fields.flag("include_stop_str_in_output", False),
         skip_special_tokens=skip,
         logprobs=_chat_logprobs(fields) if chat else fields.integer("logprobs"),
-        prompt_logprobs=fields.integer("prompt_logprobs"),
+        prompt_logprobs=_prompt_logprobs(fields, chat),
         use_beam_search=beams,
         length_penalty=fields.number("length_penalty", 1.0),
         early_stopping=fields.flag("early_stopping", False),
@@ -97,7 +97,8 @@ def _response_format(fields: Fields) -> tuple[StructuredOutputs | None, str]:
 
 def _max_tokens(fields: Fields, defaults: SamplingParams, chat: bool) -> int | None:
     if not chat:
-        return fields.integer("max_tokens", DEFAULT_COMPLETION_TOKENS)
+        asked = fields.integer("max_tokens", DEFAULT_COMPLETION_TOKENS)
+        return 1 if prompt_only(fields) else asked
     name = "max_completion_tokens" if fields.body.get("max_completion_tokens") is not None else "max_tokens"
     value = fields.integer(name, defaults.max_tokens)
     if value is not None and value < 1:
@@ -105,11 +106,23 @@ def _max_tokens(fields: Fields, defaults: SamplingParams, chat: bool) -> int | N
     return value
 
 
+def prompt_only(fields: Fields) -> bool:
+    """A completion that echoes its prompt and makes no token: one is drawn, and thrown away."""
+    return fields.flag("echo", False) and fields.integer("max_tokens") == 0
+
+
+def _prompt_logprobs(fields: Fields, chat: bool) -> int | None:
+    """What was asked for, or what an echoed prompt is shown with, if that is more."""
+    asked = fields.integer("prompt_logprobs")
+    echoed = fields.integer("logprobs") if not chat and fields.flag("echo", False) else None
+    return asked if echoed is None or (asked or 0) < 0 else max(asked or 0, echoed)
+
+
 def _chat_logprobs(fields: Fields) -> int | None:
     asked = fields.flag("logprobs", False)
     top = fields.integer("top_logprobs")
-    if top is not None and not 0 <= top <= MAX_LOGPROBS:
-        raise wrong("top_logprobs", top, f"between 0 and {MAX_LOGPROBS}")
+    if top is not None and top < 0:
+        raise wrong("top_logprobs", top, "at least 0")
     if top and not asked:
         raise InvalidRequest(f"top_logprobs is {top}: it needs logprobs true", param="top_logprobs")
     return (top or 0) if asked else None

@@ -42,8 +42,9 @@ class Server:
         """Opens both ports. Raises ``ConfigError`` when one is taken."""
         self.config = config
         self.service = Service(config, engine)
-        public = public_app(self.service)
-        private = private_app(self.service, self.begin_drain)
+        public = _http_server(public_app(self.service), config, **_tls(config))
+        private = _http_server(private_app(self.service, self.begin_drain), config)
+        self._http = [public, private]
         self._sockets = [_listen(config.host, config.port, "port")]
         try:
             self._sockets.append(_listen(config.host, config.private_port, "private-port"))
@@ -51,7 +52,6 @@ class Server:
             self._sockets[0].close()
             raise
         self.port, self.private_port = (one.getsockname()[1] for one in self._sockets)
-        self._http = [_http_server(app, config) for app in (public, private)]
         self._stop: asyncio.Event
         self._at_once: asyncio.Event
         self._drain: asyncio.Future[None] | None = None
@@ -64,8 +64,13 @@ class Server:
             asyncio.ensure_future(server.serve([one]))
             for server, one in zip(self._http, self._sockets, strict=True)
         ]
+        scheme = "https" if self.config.ssl_certfile else "http"
         _log.info(
-            "listening on http://%s:%d (private port %d)", self.config.host, self.port, self.private_port
+            "listening on %s://%s:%d (private port %d)",
+            scheme,
+            self.config.host,
+            self.port,
+            self.private_port,
         )
         life: asyncio.Future[Any] = asyncio.ensure_future(self._live())
         stop: asyncio.Future[Any] = asyncio.ensure_future(self._stop.wait())
@@ -154,18 +159,33 @@ def _listen(host: str, port: int, flag: str) -> socket.socket:
     return one
 
 
-def _http_server(app: ASGIApp, config: EngineConfig) -> _HttpServer:
+def _tls(config: EngineConfig) -> dict[str, Any]:
+    """uvicorn's settings for HTTPS; none without a certificate."""
+    if config.ssl_certfile is None:
+        return {}
+    names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
+    return {name: getattr(config, name) for name in names}
+
+
+def _http_server(app: ASGIApp, config: EngineConfig, **more: Any) -> _HttpServer:
     settings = uvicorn.Config(
         app,
         log_config=None,
-        log_level="warning",
+        log_level=config.uvicorn_log_level,
         access_log=False,
         lifespan="off",
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=75,  # longer than the pools of clients and routers keep a connection
         timeout_graceful_shutdown=LAST_ANSWERS_S,  # type: ignore[arg-type]  # compared as a number
+        **more,
     )
+    try:
+        settings.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"the certificate in ssl-certfile {config.ssl_certfile} cannot be used: {error}"
+        ) from error
     return _HttpServer(settings)
 
 

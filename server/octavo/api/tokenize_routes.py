@@ -10,10 +10,11 @@ from starlette.responses import Response
 
 from octavo.api.body import parse_object, read_body
 from octavo.api.fields import Fields, wrong
-from octavo.api.probes import json_response
+from octavo.api.probes import READ, json_response
 from octavo.api.requests import off_loop
 from octavo.api.service import Service
 from octavo.errors import InvalidRequest
+from octavo.prompt.assets import NAMED_TOKENS
 
 # A text may be longer than what the model takes, up to about twice so many tokens: 64 MB of memory.
 LONGEST = 2**17
@@ -35,6 +36,24 @@ def tokenize_routes(service: Service) -> APIRouter:
         service.require_ready()
         raw = await read_body(request)
         return json_response(await off_loop(len(raw), lambda: _detokenize(service, parse_object(raw))))
+
+    @routes.api_route("/tokenizer_info", methods=READ)
+    async def tokenizer_info() -> Response:
+        """What a client needs to render chats itself: template, special tokens, sizes, digests."""
+        renderer, info = service.require_ready()
+        assets = renderer.assets
+        named: dict[str, str | None] = dict.fromkeys(NAMED_TOKENS)
+        return json_response(
+            {
+                **named,
+                **assets.special_tokens,
+                "chat_template": assets.chat_template,
+                "vocab_size": assets.vocab_size,
+                "model_max_length": info.max_model_len,
+                "tokenizer_digest": assets.tokenizer_digest,
+                "template_digest": assets.template_digest,
+            }
+        )
 
     return routes
 

@@ -32,6 +32,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[KVSpec, ...] = (KVSpec(),)
     max_num_seqs: int = 256
     max_chunk: int = 2048
+    max_logprobs: int = 20
 
     def blocks_needed(self, prompt: int, tokens: int, samples: int = 1) -> int:
         """Blocks for ``samples`` sequences of ``tokens`` tokens each that share a prompt's full blocks."""
@@ -63,6 +64,12 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
             f"prompt holds token id {wrong}: ids are 0 to {limits.vocab_size - 1}", param="prompt"
         )
     sampling.check_vocabulary(limits.vocab_size)
+    for name, number in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if number is not None and number > limits.max_logprobs:
+            raise InvalidRequest(
+                f"{name} is {number}: it must be between 0 and {limits.max_logprobs} (max-logprobs)",
+                param=name,
+            )
     prior = request.num_prior_output_tokens
     if not 0 <= prior < len(prompt):
         raise InvalidRequest(

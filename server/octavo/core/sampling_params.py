@@ -10,7 +10,6 @@ import msgspec
 
 from octavo.errors import InvalidRequest
 
-MAX_LOGPROBS = 20  # alternatives per token a client may ask for, as OpenAI's limit
 MAX_N = 128  # samples of one prompt
 MAX_BIAS = 100.0  # a larger logit bias, of either sign, is cut to it, as OpenAI's
 MAX_BAD_WORDS = 256  # each is compared with the last tokens at every step
@@ -196,8 +195,8 @@ _RANGES: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
     "frequency_penalty": (_NUMBER, "between -2 and 2", lambda p: -2 <= p <= 2),
     "repetition_penalty": (_NUMBER, "above 0", lambda p: 0 < p < math.inf),
     "min_tokens": (_WHOLE, "at least 0", lambda n: n >= 0),
-    "logprobs": (_WHOLE, f"between 0 and {MAX_LOGPROBS}", lambda k: 0 <= k <= MAX_LOGPROBS),
-    "prompt_logprobs": (_WHOLE, f"between 0 and {MAX_LOGPROBS}", lambda k: 0 <= k <= MAX_LOGPROBS),
+    "logprobs": (_WHOLE, "at least 0", lambda k: k >= 0),
+    "prompt_logprobs": (_WHOLE, "at least 0", lambda k: k >= 0),
     "length_penalty": (_NUMBER, "a finite number", math.isfinite),
 }
 _NO_BEAMS: dict[str, Any] = {

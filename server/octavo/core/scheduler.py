@@ -84,6 +84,7 @@ class Scheduler:
             groups=tuple(groups),
             max_num_seqs=settings.max_num_seqs,
             max_chunk=chunk,
+            max_logprobs=settings.max_logprobs,
         )
         self._rate = PrefillRate()
         self.planner = Planner(settings, self.kv, self._rate, block_bytes=block_bytes)

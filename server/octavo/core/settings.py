@@ -19,6 +19,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_logprobs: int = 20
     max_queue: int = 1024
     max_queue_tokens: int = 0
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"

@@ -90,6 +90,7 @@ class EngineCore:
                 block_size=config.block_size,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
+                max_logprobs=info.vocab_size if config.max_logprobs < 0 else config.max_logprobs,
                 max_queue=config.max_queue,
                 max_queue_tokens=config.max_queue_tokens,
                 scheduling_policy=config.scheduling_policy,  # type: ignore[arg-type]  # one of its choices

@@ -19,7 +19,7 @@ from octavo.errors import ModelLoadError
 from octavo.gguf_file import GGUFFile
 from octavo.prompt.gguf_tokenizer import tokenizer_json
 
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _FORMAT = 2  # of ``to_bytes``; a reader refuses another
 
 
@@ -138,7 +138,7 @@ def _from_folder(path: Path) -> PromptAssets:
     model = _read_json(path / "config.json")
     generation = _read_json(path / "generation_config.json")
     special = {**_read_json(path / "special_tokens_map.json"), **settings}
-    named = {name: _token_text(special[name]) for name in _NAMED_TOKENS if special.get(name)}
+    named = {name: _token_text(special[name]) for name in NAMED_TOKENS if special.get(name)}
     tokenizer = _read_json(path / "tokenizer.json")
     ids = _token_ids(tokenizer)
     tokenizer.update(truncation=None, padding=None)
