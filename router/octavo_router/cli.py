@@ -16,8 +16,9 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from octavo.config import CommandParser, parse_size
+from octavo.config import CommandParser
 from octavo.errors import ConfigError
+from octavo.values import parse_size
 from octavo_router.app import Router, RouterSettings, build_app
 from octavo_router.cost import POLICIES
 from octavo_router.index import DEFAULT_BUDGET_BYTES

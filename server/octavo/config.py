@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from octavo.errors import ConfigError
+from octavo.values import (
+    json_fields,
+    json_object,
+    number,
+    parse_max_model_len,
+    parse_size,
+    root_path,
+    text_list,
+    texts,
+)
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -28,69 +35,6 @@ TOOL_PARSERS = (
 )  # fmt: skip
 REASONING_PARSERS = ("qwen3", "deepseek_r1", "granite", "mistral")
 HASH_ALGOS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
-_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*(|k|M|G|T|Ki|Mi|Gi|Ti)B?$")
-_UNIT = {
-    "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30,
-    "Ti": 2**40,
-}  # fmt: skip
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes from a number or a Kubernetes quantity: 268435456, ``256Mi``, ``1.5G``."""
-    match = _SIZE.match(str(text).strip())
-    if not match or (size := int(float(match[1]) * _UNIT[match[2]])) <= 0:
-        raise ConfigError(
-            f"{text!r} is not a size: give bytes, or a number with k, M, G, T, Ki, Mi, Gi or Ti, as in 256Mi"
-        )
-    return size
-
-
-def parse_max_model_len(text: str | int) -> int | str:
-    """A number of tokens, or ``auto`` (also -1): the longest that fits the cache."""
-    if str(text) in ("auto", "-1"):
-        return "auto"
-    if not str(text).isdecimal() or int(text) == 0:
-        raise ConfigError(f"max-model-len is {text!r}: give a number of tokens, or auto (-1) for what fits")
-    return int(text)
-
-
-def _json_object(text: str | Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(text, Mapping):
-        return dict(text)
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{text!r} is not a JSON object")
-    return value
-
-
-def _text_list(value: str | Sequence[str]) -> tuple[str, ...]:
-    """Texts of a JSON list, or one text."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.startswith("[") else [value]
-        except ValueError as error:
-            raise ConfigError(f"{value!r} is not JSON: {error}") from error
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) and one for one in value):
-        raise ConfigError(f"{value!r} is not a list of texts")
-    return tuple(value)
-
-
-def _root_path(value: str) -> str:
-    path = value.rstrip("/")
-    if not path.startswith("/"):
-        raise ConfigError(f"{value!r} is not a path: it begins with /, as /api")
-    return path
-
-
-def _json_fields(cls: type[Any], value: str | Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON object whose names are fields of ``cls``."""
-    fields, known = _json_object(value), [field.name for field in dataclasses.fields(cls)]
-    if unknown := sorted(set(fields) - set(known)):
-        raise ConfigError(f"unknown field {unknown[0]!r}: known are {', '.join(known)}")
-    return fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +69,7 @@ class SpeculativeConfig:
         object.__setattr__(self, "model", model)
         for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
             low = self.prompt_lookup_min if name == "prompt_lookup_max" else 1
-            object.__setattr__(self, name, _number(name, getattr(self, name), True, low, MAX_DRAFTS))
+            object.__setattr__(self, name, number(name, getattr(self, name), True, low, MAX_DRAFTS))
 
     @classmethod
     def of(cls, value: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig | None:
@@ -134,7 +78,7 @@ class SpeculativeConfig:
             return None
         if isinstance(value, SpeculativeConfig):
             return value
-        fields = _json_fields(cls, value)
+        fields = json_fields(cls, value)
         if "num_speculative_tokens" not in fields:
             raise ConfigError("num_speculative_tokens is missing: say how many tokens to guess at a time")
         return cls(**fields)
@@ -157,7 +101,7 @@ class KVEventsConfig:
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), type(field.default)
             if isinstance(field.default, int) and not isinstance(field.default, bool):
-                _number(field.name, value, True, 1, None)
+                number(field.name, value, True, 1, None)
             elif not isinstance(value, bool if kind is bool else str) and value != field.default:
                 raise ConfigError(
                     f"{field.name} is {value!r}: it must be a {'flag' if kind is bool else 'text'}"
@@ -170,7 +114,7 @@ class KVEventsConfig:
         """From JSON, as the flag has it, or a dict."""
         if isinstance(value, KVEventsConfig):
             return value
-        return cls(**_json_fields(cls, value))
+        return cls(**json_fields(cls, value))
 
     @property
     def on(self) -> bool:
@@ -214,7 +158,7 @@ class EngineConfig:
     )
     swap_space: float | None = _setting(
         None, "GiB of host memory for preempted sequences; default: 4 with a GPU, else a quarter of the KV "
-        "cache", parse=lambda value: _number("swap-space", value, False, 0, None), metavar="GIB",
+        "cache", parse=lambda value: number("swap-space", value, False, 0, None), metavar="GIB",
     )  # fmt: skip
     kv_offloading_gib: float = _setting(0.0, "GiB of host memory for cached blocks that are evicted", low=0)
     max_model_len: int | str | None = _setting(
@@ -258,15 +202,15 @@ class EngineConfig:
     api_key_file: str | None = _setting(
         None, "file of API keys, one a line; OCTAVO_API_KEY in the environment is one more"
     )
-    root_path: str = _setting("", "prefix of every route behind a proxy, as /api", parse=_root_path)
+    root_path: str = _setting("", "prefix of every route behind a proxy, as /api", parse=root_path)
     allowed_origins: tuple[str, ...] = _setting(
-        (), "web pages that may call (CORS); JSON list, or * for all; none without it", parse=_text_list
+        (), "web pages that may call (CORS); JSON list, or * for all; none without it", parse=text_list
     )
     allowed_methods: tuple[str, ...] = _setting(
-        ("*",), "methods that allowed-origins may use; JSON list", parse=_text_list
+        ("*",), "methods that allowed-origins may use; JSON list", parse=text_list
     )
     allowed_headers: tuple[str, ...] = _setting(
-        ("*",), "headers that allowed-origins may send; JSON list", parse=_text_list
+        ("*",), "headers that allowed-origins may send; JSON list", parse=text_list
     )
     allow_credentials: bool = _setting(False, "allowed-origins may send cookies and the like")
     ssl_keyfile: str | None = _setting(None, "key of ssl-certfile, where that does not hold it")
@@ -277,7 +221,7 @@ class EngineConfig:
     drain_grace_s: float = _setting(5.0, "seconds after SIGTERM in which new requests are still taken", low=0)
     drain_timeout_s: float = _setting(60.0, "seconds after SIGTERM until running streams are cut", low=0)
     default_chat_template_kwargs: dict[str, Any] | None = _setting(
-        None, "JSON passed to the chat template unless the request says otherwise", parse=_json_object,
+        None, "JSON passed to the chat template unless the request says otherwise", parse=json_object,
         metavar="JSON",
     )  # fmt: skip
     chat_template: str | None = _setting(None, "a file, or the template itself, in place of the model's own")
@@ -310,9 +254,6 @@ class EngineConfig:
     )  # fmt: skip
     access_log: bool = _setting(True, "one line of JSON for each request")
     enable_log_requests: bool = _setting(False, "log prompts and settings of requests (texts of users!)")
-    otlp_traces_endpoint: str | None = _setting(
-        None, "where OpenTelemetry traces go, as http://collector:4318/v1/traces; needs octavo[otel]"
-    )
     log_level: str = _setting("info", "how much to log", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
@@ -373,7 +314,7 @@ def _validated(field: dataclasses.Field[Any], value: Any) -> Any:
         allowed = " or ".join(str(v) for v in meta["off"])
         raise ConfigError(f"{flag} is {value!r}: not supported yet; leave it out or give {allowed}")
     if meta["many"]:
-        return _texts(flag, (value,) if isinstance(value, str) else value)
+        return texts(flag, (value,) if isinstance(value, str) else value)
     if meta["parse"]:
         try:
             return meta["parse"](value)
@@ -387,35 +328,7 @@ def _validated(field: dataclasses.Field[Any], value: Any) -> Any:
         raise ConfigError(f"{flag} is {value!r}: it must be True or False")
     if isinstance(field.default, (bool, str)) or field.default is None:
         return value
-    return _number(flag, value, isinstance(field.default, int), meta["low"], meta["high"])
-
-
-def _texts(flag: str, values: Any) -> tuple[str, ...]:
-    """None is empty: an empty key, which an unset variable gives, would open the server to everyone."""
-    if not isinstance(values, (list, tuple)) or not all(isinstance(one, str) for one in values):
-        raise ConfigError(f"{flag} is {values!r}: give a string, or a list of strings")
-    if not all(one.strip() for one in values):
-        raise ConfigError(f"{flag} is empty: give a value, or leave it out")
-    return tuple(values)
-
-
-def _number(flag: str, value: Any, whole: bool, low: float | None, high: float | None) -> float:
-    try:
-        number = int(value) if whole else float(value)
-        same = math.isfinite(number) and (isinstance(value, str) or number == value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{flag} is {value!r}: it must be a number") from error
-    if not same:
-        raise ConfigError(f"{flag} is {value!r}: it must be a {'whole' if whole else 'finite'} number")
-    if (low is not None and number < low) or (high is not None and number > high):
-        raise ConfigError(f"{flag} is {value!r}: it must be {_bounds(low, high)}")
-    return number
-
-
-def _bounds(low: float | None, high: float | None) -> str:
-    if low is not None and high is not None:
-        return f"between {low} and {high}"
-    return f"at least {low}" if low is not None else f"at most {high}"
+    return number(flag, value, isinstance(field.default, int), meta["low"], meta["high"])
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -202,3 +202,27 @@ def test_the_http_servers_own_log_has_its_level(serve: Any) -> None:
 
     with serve("fast", uvicorn_log_level="error"):
         assert logging.getLogger("uvicorn.error").level == logging.ERROR
+
+
+def test_each_request_is_a_line_of_json(fast: Any, serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    body = {**COMPLETION, "prompt": list(range(100, 140)), "n": 2, "temperature": 1, "seed": 1}
+    with caplog.at_level("INFO", logger="octavo"):
+        fast.post("/v1/completions", body)
+        caplog.clear()
+        for stream in (False, True):
+            fast.post("/v1/completions", {**body, "stream": stream}, headers={"X-Request-Id": "mine"})
+        fast.post("/v1/completions", {"model": "other"})
+        fast.get("/health")
+        lines = [json.loads(one.message) for one in caplog.records if one.name == "octavo.access"]
+        assert len(lines) == 3
+        for line in lines[:2]:
+            assert (line["request_id"], line["path"], line["status"]) == ("mine", "/v1/completions", 200)
+            assert (line["prompt_tokens"], line["completion_tokens"], line["cached_tokens"]) == (40, 4, 32)
+            assert (line["method"], line["finish_reasons"]) == ("POST", ["length"])
+            assert 0 <= line["queue_s"] <= line["seconds"] < 60
+        assert lines[2]["status"] == 404 and "prompt_tokens" not in lines[2]
+        caplog.clear()
+        with serve("fast", access_log=False, enable_log_requests=True) as running:
+            running.post("/v1/completions", {**COMPLETION, "prompt": "a sentence to be seen"})
+    assert "a sentence to be seen" in caplog.text
+    assert not [one for one in caplog.records if one.name == "octavo.access"]

@@ -18,6 +18,7 @@ LIGHT = (
     "octavo.core",
     "octavo.prompt",
     "octavo.config",
+    "octavo.values",
     "octavo.fetch",
     "octavo.api_keys",
     "octavo.client",
@@ -26,7 +27,7 @@ LIGHT = (
 )
 
 # Room -> rooms of ours that it may import. A module of `octavo` outside a room (octavo.config) is its own.
-BASE = {"octavo", "octavo.errors", "octavo.config"}
+BASE = {"octavo", "octavo.errors", "octavo.config", "octavo.values"}
 CORE = BASE | {"octavo.core"}
 PROMPT = CORE | {"octavo.prompt", "octavo.gguf_file"}
 KERNELS = {"octavo_kernels"}
@@ -37,7 +38,8 @@ ENGINE = WORKER | {"octavo.engine", "octavo.fetch", "octavo.speculative"}
 MAY_IMPORT = {
     "octavo_kernels": KERNELS,
     "octavo.errors": set(),
-    "octavo.config": {"octavo.errors"},
+    "octavo.config": {"octavo.errors", "octavo.values"},
+    "octavo.values": {"octavo.errors"},
     "octavo.api_keys": {"octavo.errors"},
     "octavo.fetch": {"octavo.config", "octavo.errors"},
     "octavo.gguf_file": {"octavo.errors"},

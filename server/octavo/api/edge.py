@@ -13,12 +13,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.api.errors import InternalFault, Unauthorized, error_response
+from octavo.api.generation import Generation
 from octavo.api.service import Service
 from octavo.api_keys import ApiKeys
 
 OPEN_PATHS = frozenset(["/", "/health", "/live", "/ready", "/startup", "/ping", "/metrics"])
 _MAX_REQUEST_ID = 128  # characters of a client's X-Request-Id that are echoed
 _log = logging.getLogger("octavo.api")
+_access_log = logging.getLogger("octavo.access")
 _encoder = msgspec.json.Encoder()
 
 
@@ -95,9 +97,18 @@ class Edge:
         path = getattr(route, "path", "unknown")
         self._service.metrics.http.labels(scope["method"], path, str(status or "closed")).inc()
         level = logging.DEBUG if scope["path"] in self._open else logging.INFO
-        if _log.isEnabledFor(level):
-            shown = status or "client left"
-            _log.log(level, "%s %s %s %.3f s %s", scope["method"], scope["path"], shown, seconds, request_id)
+        if self._service.config.access_log and _access_log.isEnabledFor(level):
+            generation: Generation | None = scope["state"].get("generation")
+            line = {
+                "time": time.time(),
+                "request_id": request_id,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status or None,  # none: the client left before its answer
+                "seconds": round(seconds, 4),
+                **(generation.summary() if generation is not None else {}),
+            }
+            _access_log.log(level, _encoder.encode(line).decode())
 
 
 def _request_id(sent: bytes | None) -> str:

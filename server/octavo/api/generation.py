@@ -67,7 +67,11 @@ class _Sequence:
         self.cached_tokens = 0
         self.last_time = 0.0
         self.times: RequestTimes | None = None  # the engine's, with its first output and its last
-        self.finished = False
+        self.finish_reason: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
 
     def read(self, output: EngineOutput) -> tuple[TextDelta, list[Event] | None]:
         """The text of an output, and what it is."""
@@ -214,12 +218,12 @@ class Generation:
         await self._stream.aclose()
         for sequence in self._sequences.values():
             if not sequence.finished:
-                sequence.finished = True
+                sequence.finish_reason = "abort"
                 self._metrics.finished("abort")
 
     def _take(self, sequence: _Sequence, output: EngineOutput) -> list[Delta]:
         if output.finish_reason == "error":
-            sequence.finished = True
+            sequence.finish_reason = "error"
             self._metrics.finished("error")
             self._metrics.internal_errors.inc()
             raise InternalFault(f"the engine failed on this request: {output.error}")
@@ -238,7 +242,7 @@ class Generation:
         sequence.times = output.times or sequence.times
         sequence.cached_tokens = max(sequence.cached_tokens, output.num_cached_tokens)
         if delta.finish_reason is not None:
-            sequence.finished = True
+            sequence.finish_reason = delta.finish_reason
             self._metrics.finished(delta.finish_reason)
             if output.finish_reason is None:  # a stop string: the engine does not know yet
                 self._engine.abort([output.request_id])
@@ -255,6 +259,19 @@ class Generation:
     def cached_tokens(self) -> int:
         """Prompt tokens that the cache held."""
         return sum(one.cached_tokens for one in self._sequences.values() if not one.request.sample_index)
+
+    def summary(self) -> dict[str, Any]:
+        """What the access log tells: tokens, and how long the first sequence waited to be scheduled."""
+        sequences = list(self._sequences.values())
+        times = next((one.times for one in sequences if one.times is not None), None)
+        reasons = {one.finish_reason for one in sequences if one.finish_reason is not None}
+        return {
+            "prompt_tokens": sum(map(len, self.prompts)),
+            "completion_tokens": sum(one.num_tokens for one in sequences),
+            "cached_tokens": self.cached_tokens,
+            "queue_s": round(times.scheduled - times.arrival, 4) if times is not None else None,
+            "finish_reasons": sorted(reasons),
+        }
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's ``usage``; a prompt counts once, however many samples it has."""

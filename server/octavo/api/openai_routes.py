@@ -68,7 +68,7 @@ async def _complete(
     parsed = await parse_request(service, request, chat)
     name = parsed.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
     answer = kind(parsed, name, int(time.time()))
-    generation = parsed.generation()
+    generation = request.state.generation = parsed.generation()
     answer.prompt_logprobs = generation.prompt_logprobs
     try:
         if parsed.stream:

@@ -5,6 +5,7 @@ engine.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -27,7 +28,9 @@ OFF_LOOP_BYTES = (
 )
 LONGEST_CUT = 2**17  # tokens of a prompt that is to be truncated; of more not even the end is tokenised
 LONGEST_TIMEOUT_S = 86_400
+MAX_LOGGED_BYTES = 4096  # of a body, with enable-log-requests
 T = TypeVar("T")
+_log = logging.getLogger("octavo.api")
 
 
 class ParsedRequest:
@@ -184,6 +187,9 @@ async def parse_request(service: Service, request: Request, chat: bool) -> Parse
     """Read and check a request; long ones off the event loop, so that streams keep their pace."""
     service.require_ready()  # before the body is read: a replica that cannot answer says so at once
     raw = await read_body(request)
+    if service.config.enable_log_requests:
+        said = raw[:MAX_LOGGED_BYTES].decode("utf-8", "replace")
+        _log.info("request %s asks: %s", request.state.request_id, said)
     parsed = await off_loop(len(raw), lambda: ParsedRequest(service, parse_object(raw), chat))
     await parsed.compile()
     if parsed.num_unknown:

@@ -205,6 +205,9 @@ def set_up_logging(level: str) -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         force=True,
     )
+    lines, access = logging.StreamHandler(sys.stderr), logging.getLogger("octavo.access")
+    lines.setFormatter(logging.Formatter("%(message)s"))  # JSON and nothing else
+    access.handlers, access.propagate = [lines], False
 
 
 def parse_args(argv: Sequence[str]) -> EngineConfig:
