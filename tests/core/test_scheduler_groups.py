@@ -147,3 +147,54 @@ def test_a_step_that_breaks_off_ends_the_samples_that_took_over_from_an_aborted_
     b.take(b.scheduler.lose_step())
     assert (b.reason("r/0"), b.reason("r/1")) == ("abort", "error")
     assert not b.scheduler.has_requests and b.scheduler.kv.pool.usage == 0
+
+
+def test_samples_go_on_when_one_is_aborted_that_alone_had_a_row_decided(bench):
+    b = bench(max_num_batched_tokens=2)
+    b.add("r", [1] * 2, n=2, max_tokens=12)
+    b.add("later", [2] * 9)
+    b.step()
+    b.step()
+    b.step(b.scheduler.prepare)  # of the two tokens of a step one is for the other prompt
+    assert [row.request.request_id for row in b.scheduler.planner.rows] == ["r/0", "later"]
+    b.abort("r/0")
+    b.run()
+    assert b.tokens("r/1") == b.executor.alone([1] * 2, 12, sample=1)
+    assert b.tokens("later") == b.executor.alone([2] * 9, 8)
+
+
+def test_a_swapped_sequence_whose_blocks_were_never_overwritten_goes_on_at_once(bench):
+    b = bench(num_blocks=12, block_size=1, host=12, preemption_mode="swap")
+    b.add("old", [1] * 3, max_tokens=3)
+    b.step()
+    b.add("new", [2] * 7, max_tokens=4)
+    b.run()
+    assert b.scheduler.stats().preemptions_by_swap == 1 and b.scheduler.kv.host.blocks_loaded == 0
+    assert b.tokens("old") == b.executor.alone([1] * 3, 3)
+    assert b.tokens("new") == b.executor.alone([2] * 7, 4)
+
+
+def test_a_sequence_that_gives_up_its_own_blocks_gives_back_no_more_tokens_than_it_had(bench):
+    b = bench(num_blocks=36, block_size=1, max_num_batched_tokens=4, enable_prefix_caching=False)
+    b.add("decodes", [3] * 2, max_tokens=20)
+    b.step()
+    b.add("long", [1] * 14, max_tokens=2)
+    b.add("last", [2] * 18, max_tokens=2)
+    b.run()
+    assert b.scheduler.stats().preemptions > 0
+    assert max(plan.num_tokens for plan in b.executor.plans) == 4
+
+
+def test_a_step_that_breaks_off_with_a_copy_of_a_sequence_without_a_row_has_it_computed_again(bench):
+    b = bench(num_blocks=4, block_size=4, host=2, offload=True)
+    b.executor.transfer_steps = 9
+    b.add("before", [2] * 4, max_tokens=1)
+    b.step()
+    b.add("r", [1] * 6, n=3, max_tokens=2)
+    b.step()  # the block of the one before, on its way to the host tier, is not free
+    plan = b.scheduler.schedule()
+    assert plan.copies and not plan.rows
+    b.take(b.scheduler.lose_step())
+    b.run()
+    for i in range(3):
+        assert b.tokens(f"r/{i}") == b.executor.alone([1] * 6, 2, sample=i)

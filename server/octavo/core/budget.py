@@ -41,6 +41,12 @@ class StepBudget:
         self._decode -= 1
         return True
 
+    def set_aside(self, decodes: int) -> None:
+        """Let so many sequences more decode, as far as the prompts have left something."""
+        count = min(decodes, self._prefill)
+        self._prefill -= count
+        self._decode += count
+
     def prefill(self, need: int, turns: int | None = None) -> int:
         """How many of the ``need`` tokens of the prompt whose turn it is; ``turns``: it and those behind."""
         turns = self._turns if turns is None else turns

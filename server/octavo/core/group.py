@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo.core.beam_search import BeamSearch
-from octavo.core.plan import TokenLogprobs
+from octavo.core.plan import NO_BLOCK, TokenLogprobs
 from octavo.core.request import Request
 
 
@@ -70,6 +70,11 @@ class Group:
     def lead(self) -> Request:
         """The member that computes the prompt."""
         return self.members[0]
+
+    def blocks(self) -> set[int]:
+        """The blocks of the pool that it holds."""
+        held = {block for one in self.active for table in one.block_tables for block in table}
+        return held - {NO_BLOCK}
 
     def unshare(self) -> None:
         """No member holds anything: the first begins again with the prompt."""

@@ -22,7 +22,6 @@ from octavo.core import preemption
 from octavo.core.budget import QUEUE_TURNS, StepBudget
 from octavo.core.group import Group, Planned
 from octavo.core.kv_cache import KVCache
-from octavo.core.plan import NO_BLOCK
 from octavo.core.prefill_rate import PrefillRate
 from octavo.core.request import Request
 from octavo.core.settings import SchedulerSettings
@@ -90,7 +89,7 @@ class Planner:
         known; then it goes no further than the first group whose next tokens depend on that, and stops
         where somebody would have to be preempted.
         """
-        self.rows = [row for row in self.rows if row.known or not row.request.finished]
+        self._drop_rows_of_the_ended()
         work, decodes, prefills, whole = self._work(early)
         settings = self._settings
         seats = 0
@@ -119,6 +118,17 @@ class Planner:
             self._admit(budget, seats, early)
         if settings.enable_chunked_prefill and budget.left:
             self._extend(budget)
+
+    def _drop_rows_of_the_ended(self) -> None:
+        """Others may count on the blocks that a known row fills; an unknown one is for its sequence alone."""
+        gone = [row for row in self.rows if not row.known and row.request.finished]
+        if not gone:
+            return
+        self.rows = [row for row in self.rows if row.known or not row.request.finished]
+        for row in gone:
+            row.group.planned = False
+        for row in self.rows:  # of other members
+            row.group.planned = True
 
     def _work(self, early: bool) -> tuple[list[Work], int, int, bool]:
         """What running groups could compute; how many sequences decode and how many are amid a prompt; and
@@ -159,9 +169,11 @@ class Planner:
     ) -> bool:
         """Plan what the budget gives a group, if there are blocks; False where planning has to stop."""
         taken = []
+        total = 0
         for request, need in left:
             count = budget.decode() if need == 1 else budget.prefill(need)
             if count:
+                total += count
                 taken.append((request, request.num_computed_tokens + count))
             elif not self._settings.enable_chunked_prefill:
                 self._preempted = True  # nobody enters before a prompt that waits for a whole step
@@ -170,7 +182,7 @@ class Planner:
                 if early:
                     return False
                 if not self._make_room(group):
-                    budget.give(sum(end - request.num_computed_tokens for request, end in taken))
+                    budget.give(total)
                     return True
         for request, end in taken:
             self._decide(request, end, register=True)
@@ -213,7 +225,9 @@ class Planner:
             group.running = True
             insort(self.running, group, key=_order)
             if not group.planned and group.lead.transfer is None:  # all it had is there again
-                self._plan_group(group, self._left(group), budget, early)
+                left = self._left(group)
+                budget.set_aside(sum(need == 1 for _, need in left))
+                self._plan_group(group, left, budget, early)
 
     def _enter(self, group: Group, budget: StepBudget) -> bool:
         lead, free = group.lead, 0
@@ -298,8 +312,7 @@ class Planner:
             others = len(self.running)
             kept = preemption.tokens_kept(found, self.kv.pool.num_free, others, self.kv.block_size)
         again = prompt + sum(count - prompt for count in computed) - kept
-        held = {b for one in group.active for table in one.block_tables for b in table if b != NO_BLOCK}
-        size = len(held) * self.block_bytes
+        size = len(group.blocks()) * self.block_bytes
         return preemption.choose(again, self._rate.tokens_per_s, size, self.copy_rate.bytes_per_s)
 
 

@@ -101,6 +101,7 @@ class Scheduler:
         self._in_flight: list[Planned] | None = None  # of the plan that was not updated yet, in its order
         self._transfers: dict[int, int] = {}  # transfers under way: their sizes in bytes
         self._began: list[int] = []  # those that began with the step under way
+        self._copied: set[int] = set()  # blocks that are copies made by the step under way
         self._started = 0.0
         self._prompt_tokens = self._generation_tokens = 0
         self._cache_queries = self._cache_hits = 0
@@ -203,6 +204,7 @@ class Scheduler:
         copies, transfers = self.kv.take_copies(), self.kv.take_transfers()
         self._transfers.update((one.id, len(one.blocks) * self.planner.block_bytes) for one in transfers)
         self._began = [one.id for one in transfers]
+        self._copied = {copy for _, copy in copies}
         for each in planned:
             if each.request.finished:  # it ended when the row was decided: the row alone was still to run
                 self.kv.free(each.request, trusted=each.trusted)
@@ -285,6 +287,9 @@ class Scheduler:
                 self.planner.requeue(each.group, trusted=False)
             elif each.known and each.request.finished:
                 self.kv.free(each.request, trusted=False)
+        for group in list(self.planner.running if self._copied else ()):  # without a row, but with a copy
+            if not self._copied.isdisjoint(group.blocks()):
+                self.planner.requeue(group)
         for transfer_id in self._began:
             del self._transfers[transfer_id]
             for request in self.kv.transfer_lost(transfer_id):
