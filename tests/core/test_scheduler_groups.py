@@ -113,6 +113,17 @@ def test_the_queue_is_bounded_in_tokens_but_lets_one_long_prompt_in(bench):
     b.add("next", [2] * 10)
 
 
+def test_samples_join_a_queue_that_has_a_place_whole(bench):
+    b = bench(max_num_seqs=4, max_queue=2)
+    for i in range(5):  # four can run, one waits
+        b.add(f"r{i}", [i])
+    b.add("samples", [7], n=4)
+    with pytest.raises(QueueFull):
+        b.add("late", [8])
+    b.run()
+    assert b.tokens("samples/3") == b.executor.alone([7], 8)
+
+
 def test_what_is_planned_early_gives_the_same_tokens(bench):
     made = []
     for early in (False, True):

@@ -167,7 +167,7 @@ class Generation:
         ``Unavailable``.
         """
         requests = [sequence.request for sequence in self._sequences.values()]
-        self._check_room(len(requests))
+        self._check_room()
         self._stream = self._engine.submit(requests)
         self._metrics.started(requests, self.sampling)
         self._first = asyncio.ensure_future(anext(self._stream))
@@ -177,7 +177,7 @@ class Generation:
                 await self.close()
                 raise error
 
-    def _check_room(self, new: int) -> None:
+    def _check_room(self) -> None:
         """What the scheduler would say as well, by the load after its last step."""
         tokens, rate = self._engine.stats.waiting_tokens, self._engine.stats.prefill_tokens_per_s
         check_deadline(self._deadline, now=time.time(), tokens=tokens, rate=rate)
@@ -187,7 +187,6 @@ class Generation:
             waiting=self._engine.in_flight,
             seats=self._seats,
             tokens=tokens,
-            new=new,
             new_tokens=sum(map(len, self.prompts)),
             rate=rate,
         )

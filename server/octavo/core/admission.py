@@ -14,18 +14,18 @@ def check_queue(
     waiting: int,
     seats: int,
     tokens: int,
-    new: int,
     new_tokens: int,
     rate: float,
 ) -> None:
-    """Raise ``QueueFull`` where ``new`` sequences of ``new_tokens`` find no room among ``max_queue`` that may
-    wait, with ``max_queue_tokens`` (0: no limit).
+    """Raise ``QueueFull`` where ``max_queue`` sequences wait, or ``new_tokens`` more would be above
+    ``max_queue_tokens`` (0: no limit).
 
-    ``waiting`` sequences are there, ``seats`` of them could run; ``tokens`` are to be computed before the
+    A client request that finds one place is taken whole: were its samples to need a place each, single
+    sequences would always be before it at a full queue. ``waiting`` sequences are there, ``seats`` of them could run; ``tokens`` are to be computed before the
     last of them starts, at ``rate`` tokens a second (0.0: unknown).
     """
     wait = retry_after(tokens, rate)
-    if waiting + new - seats > max_queue:
+    if waiting - seats >= max_queue:
         raise QueueFull(
             f"{waiting} requests wait (max-queue {max_queue}): try again later", retry_after_s=wait
         )

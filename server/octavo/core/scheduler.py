@@ -129,7 +129,6 @@ class Scheduler:
             waiting=count(self.planner.waiting),
             seats=max(0, self.settings.max_num_seqs - count(self.planner.running)),
             tokens=tokens,
-            new=len(requests),
             new_tokens=sum(len(group[0].prompt_token_ids) for group in groups),
             rate=rate,
         )
