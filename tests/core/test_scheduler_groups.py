@@ -121,7 +121,7 @@ def test_samples_join_a_queue_that_has_a_place_whole(bench):
     with pytest.raises(QueueFull):
         b.add("late", [8])
     b.run()
-    assert b.tokens("samples/3") == b.executor.alone([7], 8)
+    assert b.tokens("samples/3") == b.executor.alone([7], 8, sample=3)
 
 
 def test_what_is_planned_early_gives_the_same_tokens(bench):

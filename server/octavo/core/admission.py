@@ -21,8 +21,9 @@ def check_queue(
     ``max_queue_tokens`` (0: no limit).
 
     A client request that finds one place is taken whole: were its samples to need a place each, single
-    sequences would always be before it at a full queue. ``waiting`` sequences are there, ``seats`` of them could run; ``tokens`` are to be computed before the
-    last of them starts, at ``rate`` tokens a second (0.0: unknown).
+    sequences would always be before it at a full queue. ``waiting`` sequences are there, ``seats`` of them
+    could run; ``tokens`` are to be computed before the last of them starts, at ``rate`` tokens a second
+    (0.0: unknown).
     """
     wait = retry_after(tokens, rate)
     if waiting - seats >= max_queue:
