@@ -51,6 +51,10 @@ class ApiKeys:
         matches = [hmac.compare_digest(given, known) for known in (*self._fixed, *self._from_folder)]
         return scheme.lower() == "bearer" and any(matches)
 
+    def name(self, authorization: str | None) -> bytes:
+        """What tells the owner of one key from that of another; all are one where none is needed."""
+        return _digest((authorization or "").partition(" ")[2].strip()) if self.required else b""
+
     def _reload(self) -> None:
         assert self._folder is not None
         self._checked_at = time.monotonic()
@@ -79,6 +83,11 @@ def read_key_file(path: str | Path) -> tuple[str, ...]:
     if not keys:  # else everyone would get in
         raise ConfigError(f"api-key-file {path} holds no key: write one a line, or leave the flag out")
     return keys
+
+
+def sent_key(authorization: str | None, x_api_key: str | None) -> str | None:
+    """The ``Authorization`` header, or the ``x-api-key`` of Anthropic's clients in its form."""
+    return authorization or (f"Bearer {x_api_key}" if x_api_key else None)
 
 
 def _digest(key: str) -> bytes:

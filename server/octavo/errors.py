@@ -6,6 +6,8 @@ prints the message as one line.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class OctavoError(Exception):
     """Base of every error whose message is meant for the person who caused it."""
@@ -84,3 +86,29 @@ class ModelLoadError(OctavoError):
     """The model cannot be found, fetched or read."""
 
     code = "model_load_failed"
+
+
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(error: OctavoError, path: str = "") -> dict[str, Any]:
+    """The one envelope, ``{"error": {"message", "type", "param", "code"}}``; for requests to Anthropic's
+    routes theirs, ``{"type": "error", "error": {"type", "message"}}``, with a type for each status.
+    """
+    if path != _ANTHROPIC_PATH and not path.startswith(_ANTHROPIC_PATH + "/"):
+        body = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+        return {"error": body}
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    named = error.param is None or error.param in error.message
+    message = error.message if named else f"{error.param}: {error.message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}

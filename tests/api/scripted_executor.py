@@ -100,7 +100,9 @@ class Reciting(ScriptedExecutor):
         if not row.samples:
             return RowResult(row.request_id, [])
         self._said[row.request_id] = said = self._said.get(row.request_id, 0) + 1
-        return RowResult(row.request_id, [read[said]])
+        wanted = row.samples[0].logprobs
+        logprobs = None if wanted is None else [TokenLogprobs(-0.5, 1, [(read[said], -0.5)][:wanted])]
+        return RowResult(row.request_id, [read[said]], logprobs)
 
 
 def reciting(config, path, progress):

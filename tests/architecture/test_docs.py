@@ -19,17 +19,20 @@ def test_the_table_of_flags_is_that_of_the_engine() -> None:
 
 
 def test_the_table_of_routes_is_that_of_the_engine_and_of_the_router() -> None:
+    from octavo.api.messages_routes import messages_routes
     from octavo.api.openai_routes import openai_routes
     from octavo.api.page import page_routes
     from octavo.api.private_routes import private_routes
     from octavo.api.probes import probe_routes
+    from octavo.api.responses_routes import responses_routes
     from octavo.api.service import Service
     from octavo.api.tokenize_routes import tokenize_routes
     from octavo.config import engine_config
     from octavo_router.proxy import ROUTES
 
     service = Service(engine_config("/model"), None)
-    routers = [routes(service) for routes in (openai_routes, tokenize_routes, probe_routes)]
+    public = (openai_routes, responses_routes, messages_routes, tokenize_routes, probe_routes)
+    routers = [routes(service) for routes in public]
     routers += [page_routes()]
     routers.append(private_routes(service, lambda: None))
     built = {route.path.replace(":path", "") for router in routers for route in router.routes}

@@ -13,10 +13,12 @@ from starlette.types import ASGIApp
 from octavo import __version__
 from octavo.api.edge import OPEN_PATHS, Edge
 from octavo.api.errors import on_fault, on_http_exception, on_octavo_error
+from octavo.api.messages_routes import messages_routes
 from octavo.api.openai_routes import openai_routes
 from octavo.api.page import page_routes
 from octavo.api.private_routes import private_routes
 from octavo.api.probes import probe_routes
+from octavo.api.responses_routes import responses_routes
 from octavo.api.service import Service
 from octavo.api.tokenize_routes import tokenize_routes
 from octavo.api_keys import ApiKeys, read_key_file
@@ -31,7 +33,7 @@ def public_app(service: Service) -> ASGIApp:
     """Raises ``ConfigError`` when the keys cannot be read."""
     config = service.config
     app = _app(service)
-    for routes in (probe_routes, openai_routes, tokenize_routes):
+    for routes in (probe_routes, openai_routes, responses_routes, messages_routes, tokenize_routes):
         app.include_router(routes(service))
     app.include_router(page_routes())
     edge = Edge(app, service, client_keys(config), OPEN_PATHS, config.root_path)

@@ -15,9 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.api.errors import InternalFault, Unauthorized, error_response
 from octavo.api.generation import Generation
 from octavo.api.service import Service
-from octavo.api_keys import ApiKeys
+from octavo.api_keys import ApiKeys, sent_key
 
 OPEN_PATHS = frozenset(["/", "/health", "/live", "/ready", "/startup", "/ping", "/metrics"])
+_KEY_HEADERS = (b"authorization", b"x-api-key")
 _MAX_REQUEST_ID = 128  # characters of a client's X-Request-Id that are echoed
 _log = logging.getLogger("octavo.api")
 _access_log = logging.getLogger("octavo.access")
@@ -66,13 +67,14 @@ class Edge:
             await send(message)
 
         try:
-            sent = headers.get(b"authorization", b"").decode("latin-1")
+            sent = sent_key(*(headers.get(name, b"").decode("latin-1") for name in _KEY_HEADERS))
             if scope["path"] not in self._open and not self._keys.allows(sent):
                 why = "the API key is not known" if sent else "an API key is needed"
                 raise Unauthorized(f"{why}: send the header Authorization: Bearer KEY")
+            scope["state"]["key"] = self._keys.name(sent)
             await self._app(scope, receive, answer)
         except Unauthorized as error:
-            await error_response(error)(scope, receive, answer)
+            await error_response(error, scope["path"])(scope, receive, answer)
         except ClientDisconnect:
             _log.debug("the client of request %s left before its body was read", request_id)
         except Exception:
@@ -80,7 +82,7 @@ class Edge:
             _log.exception("%s %s failed (request %s)", scope["method"], scope["path"], request_id)
             if not status:
                 fault = InternalFault("the server failed on this request")
-                await error_response(fault)(scope, receive, answer)
+                await error_response(fault, scope["path"])(scope, receive, answer)
         finally:
             self._count(scope, status, time.monotonic() - began, request_id)
 

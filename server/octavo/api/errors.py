@@ -1,17 +1,13 @@
-"""One envelope for every error: ``{"error": {"message", "type", "param", "code"}}`` with the status of its
-class.
-"""
+"""Errors as answers: the envelope of ``octavo.errors.error_body`` with the status of the error's class."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import InvalidRequest, OctavoError
+from octavo.errors import InvalidRequest, OctavoError, error_body
 
 
 class Unauthorized(OctavoError):
@@ -58,14 +54,8 @@ class InternalFault(OctavoError):
     """A fault of ours. It ends this request alone, and is counted."""
 
 
-def envelope(error: OctavoError) -> dict[str, Any]:
-    """The JSON object that clients get."""
-    body = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
-    return {"error": body}
-
-
-def error_response(error: OctavoError, headers: dict[str, str] | None = None) -> Response:
-    """The whole answer to a request that failed before its answer began."""
+def error_response(error: OctavoError, path: str, headers: dict[str, str] | None = None) -> Response:
+    """The whole answer to a request to ``path`` that failed before its answer began."""
     headers = dict(headers or {})
     if (retry := getattr(error, "retry_after_s", None)) is not None:
         headers["Retry-After"] = str(retry)
@@ -73,31 +63,31 @@ def error_response(error: OctavoError, headers: dict[str, str] | None = None) ->
         headers["WWW-Authenticate"] = "Bearer"
     if error.status == 413:
         headers["Connection"] = "close"  # the rest of the body will not be read
-    return Response(
-        msgspec.json.encode(envelope(error)), error.status, headers, media_type="application/json"
-    )
+    body = msgspec.json.encode(error_body(error, path))
+    return Response(body, error.status, headers, media_type="application/json")
 
 
-async def on_octavo_error(_request: Request, error: Exception) -> Response:
+async def on_octavo_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, OctavoError)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
-async def on_fault(_request: Request, _error: Exception) -> Response:
+async def on_fault(request: Request, _error: Exception) -> Response:
     """Anything else is our fault; the edge logs and counts it."""
-    return error_response(InternalFault("the server failed on this request"))
+    return error_response(InternalFault("the server failed on this request"), request.url.path)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """What the framework itself refuses: unknown routes and methods."""
     assert isinstance(error, HTTPException)
-    where = f"{request.method} {request.url.path}"
+    path = request.url.path
+    where = f"{request.method} {path}"
     headers = dict(error.headers or {})
     if error.status_code == 404:
-        return error_response(NotFound(f"there is no route {where}"), headers)
+        return error_response(NotFound(f"there is no route {where}"), path, headers)
     if error.status_code == 405:
         allowed = headers.get("Allow", "another method")
-        return error_response(MethodNotAllowed(f"{where} is not allowed: use {allowed}"), headers)
+        return error_response(MethodNotAllowed(f"{where} is not allowed: use {allowed}"), path, headers)
     wrong = InvalidRequest(str(error.detail))
     wrong.status = error.status_code
-    return error_response(wrong, headers)
+    return error_response(wrong, path, headers)

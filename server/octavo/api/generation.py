@@ -43,6 +43,7 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | Literal["tool_calls"] | None = None
     stop_reason: int | str | None = None
     events: list[Event] | None = None  # what the text is, where it is more than content
+    event_ends: Sequence[int] = ()  # how many of the events there were after each token
 
 
 class _Sequence:
@@ -73,11 +74,12 @@ class _Sequence:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def read(self, output: EngineOutput) -> tuple[TextDelta, list[Event] | None]:
-        """The text of an output, and what it is."""
+    def read(self, output: EngineOutput) -> tuple[TextDelta, list[Event] | None, list[int]]:
+        """The text of an output, what it is, and how many of these events there were after each token."""
         if self.parser is None:
-            return self.text.push(output.token_ids, output.finish_reason, output.stop_reason), None
+            return self.text.push(output.token_ids, output.finish_reason, output.stop_reason), None, []
         events: list[Event] = []
+        ends: list[int] = []
         texts: list[str] = []
         counted = 0
         delta = TextDelta("", 0)
@@ -92,8 +94,10 @@ class _Sequence:
             counted += delta.num_tokens
             if delta.finish_reason is not None:
                 events += self.parser.finish()
+                ends.append(len(events))
                 break
-        return msgspec.structs.replace(delta, text="".join(texts), num_tokens=counted), events
+            ends.append(len(events))
+        return msgspec.structs.replace(delta, text="".join(texts), num_tokens=counted), events, ends
 
 
 class Generation:
@@ -229,7 +233,7 @@ class Generation:
         if output.prompt_logprobs is not None:
             self.prompt_logprobs[sequence.choices[0] // self.sampling.n] = output.prompt_logprobs
         now = time.time()
-        delta, events = sequence.read(output)
+        delta, events, ends = sequence.read(output)
         if self._prompt_only:
             delta = TextDelta("", 0, delta.finish_reason and "length")
         counted = output.token_ids[: delta.num_tokens]
@@ -251,7 +255,7 @@ class Generation:
         logprobs = None if output.logprobs is None else output.logprobs[: delta.num_tokens]
         called = delta.finish_reason == "stop" and sequence.parser is not None and sequence.parser.completed
         reason = "tool_calls" if called else delta.finish_reason
-        shown = (delta.text, counted, logprobs, reason, delta.stop_reason, events)
+        shown = (delta.text, counted, logprobs, reason, delta.stop_reason, events, ends)
         return [Delta(choice, *shown) for choice in sequence.choices]
 
     @property

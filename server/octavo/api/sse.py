@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.api.errors import InternalFault, envelope
-from octavo.errors import OctavoError
+from octavo.api.errors import InternalFault
+from octavo.errors import OctavoError, error_body
 
-DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"  # how streams of OpenAI's older routes end
 T = TypeVar("T")
 _log = logging.getLogger("octavo.api")
 _encoder = msgspec.json.Encoder()
@@ -29,6 +29,15 @@ class ClientGone(Exception):
 def event(data: Any) -> bytes:
     """One event: ``data: {json}`` and an empty line."""
     return b"data: " + _encoder.encode(data) + b"\n\n"
+
+
+def named_event(data: dict[str, Any]) -> bytes:
+    """As ``event``, with its ``type`` as its name."""
+    return b"event: " + str(data["type"]).encode() + b"\n" + event(data)
+
+
+def _error_event(error: OctavoError) -> bytes:
+    return event(error_body(error))
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -50,12 +59,20 @@ class EventStream(Response):
     """An answer of events, an ASGI application. ``source`` is closed when it ends, and when the client
     leaves; then ``close`` is awaited, also where ``source`` never began.
 
-    An exception of ``source`` becomes an event with the error envelope; ``[DONE]`` always comes last.
+    An exception of ``source`` becomes an event (``failed`` makes it); ``done`` always comes last.
     """
 
-    def __init__(self, source: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        source: AsyncGenerator[bytes, None],
+        close: Callable[[], Awaitable[None]],
+        failed: Callable[[OctavoError], bytes] = _error_event,
+        done: bytes = DONE,
+    ) -> None:
         self._source = source
         self._close = close
+        self._failed = failed
+        self._done = done
         self.status_code = 200
         self.background = None
 
@@ -80,12 +97,12 @@ class EventStream(Response):
         except OctavoError as error:
             if isinstance(error, InternalFault):
                 _log.error("a stream ended with a fault: %s", error.message)
-            await send({"type": "http.response.body", "body": event(envelope(error)), "more_body": True})
+            await send({"type": "http.response.body", "body": self._failed(error), "more_body": True})
         except Exception:  # the headers are out: the client can only be told by an event
             _log.exception("a stream ended with an unexpected fault")
             fault = InternalFault("the server failed on this request")
-            await send({"type": "http.response.body", "body": event(envelope(fault)), "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            await send({"type": "http.response.body", "body": self._failed(fault), "more_body": True})
+        await send({"type": "http.response.body", "body": self._done, "more_body": False})
 
 
 async def _gone(receive: Receive) -> None:
