@@ -40,6 +40,7 @@ class ScriptedExecutor:
             kv={"groups": [{"kind": "full"}]},
         )
         self.fails_at = -1
+        self.told = {FAIL_ROW, DIE}  # the first tokens that are heeded
         self._pace_s = pace_s
         self._pace = threading.Event()  # never set: waiting on it is the step's work
 
@@ -56,9 +57,9 @@ class ScriptedExecutor:
         return StepResult(plan.step, [self._row(row) for row in plan.rows])
 
     def _row(self, row):
-        if row.start == self.fails_at or (row.start == 0 and row.token_ids[0] == FAIL_ROW):
+        if row.start == self.fails_at or self._told(row, FAIL_ROW):
             return RowResult(row.request_id, [], error="logits are NaN")
-        if row.start == 0 and row.token_ids[0] == DIE:
+        if self._told(row, DIE):
             os.kill(os.getpid(), signal.SIGKILL)
         scores = self._prompt_scores(row)
         if not row.samples:
@@ -69,6 +70,9 @@ class ScriptedExecutor:
             tops = [[(token, -0.5 - rank) for rank, token in enumerate(each)] for each in ranked]
             logprobs = [TokenLogprobs(-0.5, 1, top[:wanted]) for top in tops]
         return RowResult(row.request_id, [each[0] for each in ranked], logprobs, prompt_logprobs=scores)
+
+    def _told(self, row, token):
+        return row.start == 0 and row.token_ids[0] == token and token in self.told
 
     def _prompt_scores(self, row):
         """The token at position p of the prompt has the logprob -p, and is unlike the top ones."""
@@ -113,6 +117,13 @@ def fast(config, path, progress):
     progress("loading weights", "scripted")
     progress("warming", "")
     return ScriptedExecutor(config, path)
+
+
+def sound(config, path, progress):
+    """No prompt makes it fail."""
+    executor = ScriptedExecutor(config, path)
+    executor.told = set()
+    return executor
 
 
 def paced(config, path, progress):

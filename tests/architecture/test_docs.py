@@ -21,6 +21,7 @@ def test_the_table_of_flags_is_that_of_the_engine() -> None:
 def test_the_table_of_routes_is_that_of_the_engine_and_of_the_router() -> None:
     from octavo.api.messages_routes import messages_routes
     from octavo.api.openai_routes import openai_routes
+    from octavo.api.openapi import openapi_document, openapi_routes
     from octavo.api.page import page_routes
     from octavo.api.private_routes import private_routes
     from octavo.api.probes import probe_routes
@@ -33,7 +34,9 @@ def test_the_table_of_routes_is_that_of_the_engine_and_of_the_router() -> None:
     service = Service(engine_config("/model"), None)
     public = (openai_routes, responses_routes, messages_routes, tokenize_routes, probe_routes)
     routers = [routes(service) for routes in public]
-    routers += [page_routes()]
+    routers += [page_routes(), openapi_routes(service.config)]
+    described = {route.path.replace(":path", "") for router in routers for route in router.routes}
+    assert set(openapi_document(["m"])["paths"]) == described
     routers.append(private_routes(service, lambda: None))
     built = {route.path.replace(":path", "") for router in routers for route in router.routes}
     rows = [

@@ -15,6 +15,7 @@ from octavo.api.edge import OPEN_PATHS, Edge
 from octavo.api.errors import on_fault, on_http_exception, on_octavo_error
 from octavo.api.messages_routes import messages_routes
 from octavo.api.openai_routes import openai_routes
+from octavo.api.openapi import openapi_routes
 from octavo.api.page import page_routes
 from octavo.api.private_routes import private_routes
 from octavo.api.probes import probe_routes
@@ -36,6 +37,7 @@ def public_app(service: Service) -> ASGIApp:
     for routes in (probe_routes, openai_routes, responses_routes, messages_routes, tokenize_routes):
         app.include_router(routes(service))
     app.include_router(page_routes())
+    app.include_router(openapi_routes(config))
     edge = Edge(app, service, client_keys(config), OPEN_PATHS, config.root_path)
     if not config.allowed_origins:
         return edge

@@ -12,6 +12,8 @@ from pathlib import Path
 from fastapi import APIRouter
 from starlette.responses import HTMLResponse
 
+from octavo.api.probes import READ
+
 PAGE = Path(__file__).with_name("page.html").read_text("utf-8")
 
 
@@ -36,7 +38,7 @@ HEADERS = {
 def page_routes() -> APIRouter:
     routes = APIRouter()
 
-    @routes.get("/")
+    @routes.api_route("/", methods=READ)
     async def page() -> HTMLResponse:
         """Without a key: the page asks for one, and its calls carry it."""
         return HTMLResponse(PAGE, headers=HEADERS)
