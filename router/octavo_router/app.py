@@ -15,17 +15,18 @@ import aiohttp
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from octavo.api_keys import ApiKeys
-from octavo.errors import ModelNotFound, OctavoError
+from octavo.api_keys import ApiKeys, sent_key
+from octavo.errors import ModelNotFound, OctavoError, error_body
 from octavo_router.cost import Policy
 from octavo_router.engine import Engine
-from octavo_router.envelope import NoRoute, Unauthorized, WrongMethod, error_body, error_headers
+from octavo_router.envelope import NoRoute, Unauthorized, WrongMethod, error_headers
 from octavo_router.fleet import POLL_INTERVAL_S, POLL_TIMEOUT_S, Fleet
 from octavo_router.index import DEFAULT_BUDGET_BYTES, PrefixIndex
 from octavo_router.membership import Membership
@@ -169,7 +170,7 @@ def build_app(router: Router) -> ASGIApp:
         Route("/metrics", metrics),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
-        *(Route(r.path, _Forwarded(router, r), methods=["POST"]) for r in ROUTES),
+        *(Route(r.path, _Forwarded(router, r), methods=r.methods) for r in ROUTES),
     ]
     handlers = {HTTPException: _http_error, Exception: _fault}
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
@@ -206,34 +207,39 @@ class _Keys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._keys.required and scope["path"] not in OPEN_PATHS:
-            given = next((v.decode("latin-1") for n, v in scope["headers"] if n == b"authorization"), None)
+            headers = Headers(scope=scope)
+            given = sent_key(headers.get("authorization"), headers.get("x-api-key"))
             if not self._keys.allows(given):
                 what = "wrong" if given else "missing"
                 error = Unauthorized(f"the API key is {what}: send it as 'Authorization: Bearer KEY'")
-                await _error(error)(scope, receive, send)
+                await _error(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 async def _http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
+    path = request.url.path
     if exc.status_code == 405:
-        wrong = WrongMethod(f"{request.method} is not allowed on {request.url.path}")
-        return _error(wrong, headers=exc.headers)
+        return _error(WrongMethod(f"{request.method} is not allowed on {path}"), path, headers=exc.headers)
     if exc.status_code == 404:
-        return _error(NoRoute(f"there is no {request.url.path} here"))
-    return _error(OctavoError(str(exc.detail)), exc.status_code, exc.headers)
+        return _error(NoRoute(f"there is no {path} here"), path)
+    return _error(OctavoError(str(exc.detail)), path, exc.status_code, exc.headers)
 
 
 async def _fault(request: Request, exc: Exception) -> Response:
     """Anything else is our own fault; the server logs it, and closes the connection afterwards."""
-    return _error(OctavoError("the router failed on this request"), headers={"connection": "close"})
+    fault = OctavoError("the router failed on this request")
+    return _error(fault, request.url.path, headers={"connection": "close"})
 
 
 def _error(
-    error: OctavoError, status: int | None = None, headers: Mapping[str, str] | None = None
+    error: OctavoError,
+    path: str = "",
+    status: int | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> Response:
-    return _json(error_body(error), status or error.status, {**(headers or {}), **error_headers(error)})
+    return _json(error_body(error, path), status or error.status, {**(headers or {}), **error_headers(error)})
 
 
 def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -7,8 +7,8 @@ import logging
 import msgspec
 from starlette.types import Send
 
-from octavo.errors import OctavoError
-from octavo_router.envelope import error_body, error_event, error_headers
+from octavo.errors import OctavoError, error_body
+from octavo_router.envelope import error_event, error_headers
 from octavo_router.relay import Answer, client_headers
 
 log = logging.getLogger(__name__)
@@ -17,8 +17,9 @@ log = logging.getLogger(__name__)
 class Client:
     """The client's side of an answer: what has been sent, and how to end it well."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, path: str) -> None:
         self._send = send
+        self._path = path
         self._id = request_id
         self.status = 0
         self.resumable = False  # a stream that may still be told of an error
@@ -47,7 +48,7 @@ class Client:
         server.
         """
         if self.status == 0:
-            body = msgspec.json.encode(error_body(error))
+            body = msgspec.json.encode(error_body(error, self._path))
             self.status = error.status
             named = {"content-type": "application/json", "content-length": str(len(body))}
             named |= error_headers(error) | {"x-request-id": self._id}
@@ -55,7 +56,7 @@ class Client:
             await self._send({"type": "http.response.start", "status": error.status, "headers": headers})
             await self._send({"type": "http.response.body", "body": body, "more_body": False})
         elif self.resumable:
-            await self.chunk(error_event(error))
+            await self.chunk(error_event(error, self._path))
             await self.end()
         else:
             # Ending without the last chunk makes the server close the connection: the client sees a broken

@@ -1,12 +1,10 @@
-"""Errors as clients get them: the OpenAI envelope, whole or as an event of a stream that has begun."""
+"""Errors of the router, and how clients get them in a stream that has begun."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, error_body
 
 
 class MissingModel(OctavoError):
@@ -65,11 +63,6 @@ class WrongMethod(OctavoError):
     code = "method_not_allowed"
 
 
-def error_body(error: OctavoError) -> dict[str, Any]:
-    """``{"error": {message, type, param, code}}``."""
-    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
-
-
 def error_headers(error: OctavoError) -> dict[str, str]:
     """``Retry-After`` where to come back makes sense, ``Connection: close`` where the body was not read."""
     headers = {}
@@ -82,6 +75,9 @@ def error_headers(error: OctavoError) -> dict[str, str]:
     return headers
 
 
-def error_event(error: OctavoError) -> bytes:
-    """The last events of a stream that broke: the error, then ``[DONE]``."""
-    return b"data: " + msgspec.json.encode(error_body(error)) + b"\n\ndata: [DONE]\n\n"
+def error_event(error: OctavoError, path: str) -> bytes:
+    """The last events of a stream of ``path`` that broke: the error, and ``[DONE]`` where streams end so."""
+    body = error_body(error, path)
+    name = b"event: error\n" if body.get("type") == "error" else b""
+    done = b"data: [DONE]\n\n" if path.endswith("completions") else b""
+    return name + b"data: " + msgspec.json.encode(body) + b"\n\n" + done

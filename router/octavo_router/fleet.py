@@ -249,6 +249,12 @@ class Fleet:
 
     # --- the choice -----------------------------------------------------------------------------------------
 
+    def holder(self, response_id: object) -> Engine | None:
+        """The engine that made a response, whose epoch stands in the id; None when it is here no more."""
+        epoch = response_id[5:37] if isinstance(response_id, str) else ""
+        alive = (e for e in self.engines.values() if e.info is not None)
+        return next((e for e in alive if e.info and e.info.epoch.replace("-", "") == epoch), None)
+
     def select(
         self, model: str | None, prefix: Prefix, raw: bytes, exclude: Collection[Engine] = ()
     ) -> Selected | None:

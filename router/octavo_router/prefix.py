@@ -16,9 +16,14 @@ from typing import Any, Literal
 import msgspec
 
 from octavo.core.block_hash import BlockHasher
+from octavo.errors import OctavoError
+from octavo.prompt.anthropic import MESSAGES
+from octavo.prompt.dialect import Dialect
 from octavo.prompt.renderer import PromptRenderer
+from octavo.prompt.responses import RESPONSES
 
-Kind = Literal["chat", "completion", "other"]
+Kind = Literal["chat", "completion", "responses", "messages", "other"]
+_DIALECTS: dict[Kind, Dialect] = {"responses": RESPONSES, "messages": MESSAGES}
 
 TEXT_CHUNK = 64  # bytes of text a chunk
 BYTES_PER_TOKEN = 4  # of text, as a rule of thumb for English and code
@@ -61,6 +66,7 @@ class Exact:
 
     def prefix(self, kind: Kind, body: dict[str, Any], longest: int | None = None) -> Prefix:
         """Raises ``InvalidRequest`` as an engine that takes ``longest`` tokens would for the same body."""
+        kind, body = _as_chat(kind, body)
         if kind == "chat":
             prompts = [self._renderer.chat(body, longest)]
         else:
@@ -80,6 +86,10 @@ class Exact:
 
 def text_prefix(kind: Kind, body: dict[str, Any]) -> Prefix:
     """The prefix named by its text. Never fails: what is not text is taken as its JSON."""
+    try:
+        kind, body = _as_chat(kind, body)
+    except OctavoError:  # the engine will say what is wrong with it
+        kind, body = "completion", {"prompt": body}
     salt = _plain(body.get("cache_salt") or "")
     if kind == "chat":
         texts = [_chat_text(body)]
@@ -90,6 +100,12 @@ def text_prefix(kind: Kind, body: dict[str, Any]) -> Prefix:
     hashes = tuple(_chain(salt, text) for text in texts)
     lengths = tuple(-(-len(text) // BYTES_PER_TOKEN) for text in texts)
     return Prefix(False, sum(lengths), TEXT_CHUNK // BYTES_PER_TOKEN, hashes, lengths)
+
+
+def _as_chat(kind: Kind, body: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
+    """Other APIs' requests as the chats that engines make of them. Raises ``InvalidRequest``."""
+    dialect = _DIALECTS.get(kind)
+    return ("chat", dialect.chat(body)) if dialect is not None else (kind, body)
 
 
 def _chat_text(body: dict[str, Any]) -> bytes:

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -56,17 +57,25 @@ MAX_ID_LENGTH = 128
 
 @dataclass(frozen=True)
 class ProxyRoute:
-    """A route of the engine. ``generates``: its answer costs prefill and decode."""
+    """A route of the engine. ``generates``: its answer costs prefill and decode. One with a ``response_id``
+    in its path goes to the engine that made the response, its body unread.
+    """
 
     path: str
     kind: Kind
     generates: bool
     model_required: bool
+    methods: tuple[str, ...] = ("POST",)
 
 
 ROUTES = (
     ProxyRoute("/v1/chat/completions", "chat", True, True),
     ProxyRoute("/v1/completions", "completion", True, True),
+    ProxyRoute("/v1/responses", "responses", True, True),
+    ProxyRoute("/v1/responses/{response_id}", "other", False, False, ("GET", "DELETE")),
+    ProxyRoute("/v1/responses/{response_id}/cancel", "other", False, False),
+    ProxyRoute("/v1/messages", "messages", True, True),
+    ProxyRoute("/v1/messages/count_tokens", "other", False, True),
     ProxyRoute("/tokenize", "other", False, False),
     ProxyRoute("/detokenize", "other", False, False),
 )
@@ -74,12 +83,17 @@ ROUTES = (
 
 @dataclass(frozen=True)
 class Ask:
-    """A request that has been read. ``model`` None: the only one there is."""
+    """A request that has been read. ``model`` None: any. ``holder``: the only engine that can answer, since
+    it keeps the response that is asked for or followed.
+    """
 
     route: ProxyRoute
+    method: str
+    target: str  # path and query
     raw: bytes
     body: dict[str, Any]
-    model: str
+    model: str | None
+    holder: Engine | None
     request_id: str
     headers: list[tuple[str, str]]
     streaming: bool
@@ -111,9 +125,10 @@ class Proxy:
         """Answer one request. Whatever happens, nothing of it stays counted as in flight."""
         headers = Headers(scope=scope)
         request_id = _request_id(headers.get("x-request-id"))
-        client = Client(send, request_id)
+        client = Client(send, request_id, route.path)
         try:
-            raw = await _read_body(headers, receive, self._max_body_bytes)
+            by_id = "response_id" in scope.get("path_params", {})
+            raw = await _read_body({} if by_id else headers, receive, self._max_body_bytes)
             if raw is None:
                 return  # gone before its body was whole
             ask = await self._read(route, raw, scope, request_id)
@@ -134,15 +149,19 @@ class Proxy:
             self._metrics.answers.labels(route.path, str(client.status or "none")).inc()
 
     async def _read(self, route: ProxyRoute, raw: bytes, scope: Scope, request_id: str) -> Ask:
-        body = (
-            _parse(raw)
-            if len(raw) <= PARSE_INLINE_BYTES
-            else await asyncio.get_running_loop().run_in_executor(self._pool, _parse, raw)
-        )
-        model = self._model(route, body)
+        followed = scope.get("path_params", {}).get("response_id")
+        target, model, body = route.path, None, dict[str, Any]()
+        if followed is not None:
+            query = scope["query_string"]
+            target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
+        else:
+            loop, inline = asyncio.get_running_loop(), len(raw) <= PARSE_INLINE_BYTES
+            body = _parse(raw) if inline else await loop.run_in_executor(self._pool, _parse, raw)
+            model = self._model(route, body)
+            followed = body.get("previous_response_id") if route.kind == "responses" else None
         return Ask(
-            route, raw, body, model, request_id, request_headers(scope["headers"], request_id),
-            body.get("stream") is True, time.monotonic(),
+            route, scope["method"], target, raw, body, model, self._fleet.holder(followed), request_id,
+            request_headers(scope["headers"], request_id), body.get("stream") is True, time.monotonic(),
         )  # fmt: skip
 
     def _model(self, route: ProxyRoute, body: dict[str, Any]) -> str:
@@ -165,12 +184,12 @@ class Proxy:
     # --- naming the prefix ----------------------------------------------------------------------------------
 
     async def _name(self, ask: Ask) -> Prefix:
-        if not ask.route.generates:
+        if not ask.route.generates or ask.model is None:
             return NO_PREFIX
         if self._fleet.policy != "prefix-affinity":
             tokens = len(ask.raw) // BYTES_PER_TOKEN
             return Prefix(False, tokens, 1)
-        exact = self._fleet.exact(ask.model)
+        exact = self._fleet.exact(ask.model) if ask.holder is None else None  # it goes on from what is kept
         if len(ask.raw) > EXACT_BODY_BYTES or self._naming >= MAX_NAMING:
             exact = None
         longest = self._fleet.longest(ask.model)
@@ -192,12 +211,15 @@ class Proxy:
         avoided: set[str] = set()  # broke off once: a kept connection may have been closed just then
         failure: Failed | None = None
         for attempt in range(MAX_ATTEMPTS):
-            engines = self._fleet.engines
-            barred = [engines[n] for n in tried | avoided if n in engines]
-            selected = self._fleet.select(ask.model, prefix, ask.raw, barred)
-            if selected is None:
-                barred = [engines[n] for n in tried if n in engines]
-                selected = self._fleet.select(ask.model, prefix, ask.raw, barred)
+            for barred in (tried | avoided, tried):
+                out = [
+                    engine
+                    for engine in self._fleet.engines.values()
+                    if engine.name in barred or (ask.holder is not None and engine is not ask.holder)
+                ]
+                selected = self._fleet.select(ask.model, prefix, ask.raw, out)
+                if selected is not None:
+                    break
             if selected is None:
                 break
             if attempt == 0:
@@ -215,6 +237,8 @@ class Proxy:
             await client.whole(failure.answer, {})
             return
         why = str(failure) if failure else self._fleet.not_ready() or f"no engine of {ask.model} is ready"
+        if ask.holder is not None:
+            why = f"{ask.holder.name} alone keeps that response, and is {ask.holder.state}: {why}"
         raise Unavailable(f"no engine can take the request now: {why}")
 
     async def _attempt(self, ask: Ask, prefix: Prefix, selected: Selected, client: Client) -> None:
@@ -230,9 +254,15 @@ class Proxy:
             self._fleet.index.add(engine.name, hashes)
         outcome = "client_gone"
         try:
-            url = engine.endpoint.url + ask.route.path
+            url = engine.endpoint.url + ask.target
             answer = await open_answer(
-                self._session, engine, url, ask.raw, ask.headers, lambda: self._others(ask.model, engine)
+                self._session,
+                engine,
+                ask.method,
+                url,
+                ask.raw,
+                ask.headers,
+                lambda: self._others(ask, engine),
             )
             if answer.load is not None and (load := decode_load(answer.load)) is not None:
                 engine.report(load)
@@ -263,8 +293,11 @@ class Proxy:
             flight.end(finished=outcome == "ok")
             self._metrics.requests.labels(engine.name, outcome).inc()
 
-    def _others(self, model: str, engine: Engine) -> bool:
-        return any(e.takes_work and model in e.names for e in self._fleet.engines.values() if e is not engine)
+    def _others(self, ask: Ask, engine: Engine) -> bool:
+        if ask.holder is not None:
+            return False
+        others = (e for e in self._fleet.engines.values() if e is not engine and e.takes_work)
+        return any(ask.model is None or ask.model in e.names for e in others)
 
     async def _relay(self, answer: Answer, client: Client, engine: str) -> Tail:
         extra = {"x-octavo-engine": engine}
@@ -323,7 +356,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
     return body
 
 
-async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes | None:
+async def _read_body(headers: Mapping[str, str], receive: Receive, limit: int) -> bytes | None:
     """The whole body, or None when the client left. Raises ``BodyTooLarge`` when it is above ``limit`` bytes,
     of which no more are kept.
     """

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from octavo_router.engine import Engine
 
@@ -98,6 +99,7 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, byte
 async def open_answer(
     session: aiohttp.ClientSession,
     engine: Engine,
+    method: str,
     url: str,
     body: bytes,
     headers: list[tuple[str, str]],
@@ -110,7 +112,7 @@ async def open_answer(
     Raises ``Failed``: refused (nobody listens), reset (the connection broke), lost (the engine fell silent),
     busy (503 or 429; its answer is kept).
     """
-    task = asyncio.create_task(_first_byte(session, url, body, headers))
+    task = asyncio.create_task(_first_byte(session, method, url, body, headers))
     try:
         await asyncio.wait((task, engine.lost), return_when=asyncio.FIRST_COMPLETED)
         if not task.done() and not others():
@@ -144,9 +146,11 @@ async def _drop(task: asyncio.Task[Answer]) -> None:
 
 
 async def _first_byte(
-    session: aiohttp.ClientSession, url: str, body: bytes, headers: list[tuple[str, str]]
+    session: aiohttp.ClientSession, method: str, url: str, body: bytes, headers: list[tuple[str, str]]
 ) -> Answer:
-    response = await session.post(url, data=body, headers=headers, allow_redirects=False)
+    response = await session.request(
+        method, URL(url, encoded=True), data=body, headers=headers, allow_redirects=False
+    )
     try:
         is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
         length = response.content_length
@@ -165,6 +169,12 @@ async def _first_byte(
     return Answer(response.status, kept, first, rest, response.headers.get("x-octavo-load"))
 
 
+_BEGINNINGS = tuple(
+    f"event: {name}\n".encode()
+    for name in ("response.created", "response.in_progress", "message_start", "ping")
+)
+
+
 class _Delta(msgspec.Struct):
     role: str | None = None
     content: str | None = None
@@ -180,14 +190,18 @@ class _Chunk(msgspec.Struct):
 
 
 def says_nothing_yet(data: bytes) -> bool:
-    """True for whole chat events that hold a role and no text.
+    """True for whole events that hold a role and no text, or tell that an answer begins.
 
     An engine sends them as soon as it has taken a request, long before the first token of a queued one. They
     are held until the first token, which they precede anyway: until then another engine can still answer.
     """
-    if b'"role"' not in data or not data.endswith(b"\n\n"):
+    if not data.endswith(b"\n\n"):
         return False
     events = data[:-2].split(b"\n\n")
+    if all(event.startswith(_BEGINNINGS) for event in events):
+        return True
+    if b'"role"' not in data:
+        return False
     try:
         chunks = [msgspec.json.decode(event.removeprefix(b"data: "), type=_Chunk) for event in events]
     except msgspec.DecodeError:
@@ -229,6 +243,8 @@ class _Details(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None  # of responses
+    cache_read_input_tokens: int | None = None  # of Anthropic's messages
 
 
 class _HasUsage(msgspec.Struct):
@@ -236,13 +252,15 @@ class _HasUsage(msgspec.Struct):
 
 
 def cached_tokens(body: bytes) -> int | None:
-    """``usage.prompt_tokens_details.cached_tokens`` of a JSON answer, or None when it does not say."""
+    """The cached tokens in the ``usage`` of a JSON answer, or None when it does not say."""
     try:
         answer = msgspec.json.decode(body, type=_HasUsage)
     except msgspec.DecodeError:
         return None
-    details = answer.usage.prompt_tokens_details if answer.usage else None
-    return details.cached_tokens if details else None
+    if (usage := answer.usage) is None:
+        return None
+    details = usage.prompt_tokens_details or usage.input_tokens_details
+    return details.cached_tokens if details else usage.cache_read_input_tokens
 
 
 def client_headers(answer: Answer, extra: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

@@ -17,8 +17,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from octavo.core.block_hash import BlockHasher
 from octavo.errors import InvalidRequest
+from octavo.prompt.anthropic import MESSAGES
 from octavo.prompt.assets import PromptAssets
 from octavo.prompt.renderer import PromptRenderer
+from octavo.prompt.responses import RESPONSES
 from octavo_router.app import Router, RouterSettings, build_app
 from octavo_router.membership import FileMembership
 
@@ -79,6 +81,10 @@ class FakeEngine:
         public = web.Application(client_max_size=2**26)
         public.router.add_post("/v1/chat/completions", self._generate)
         public.router.add_post("/v1/completions", self._generate)
+        public.router.add_post("/v1/responses", self._generate)
+        public.router.add_post("/v1/messages", self._generate)
+        for path in ("/v1/responses/{id}", "/v1/responses/{id}/cancel"):
+            public.router.add_route("*", path, self._kept)
         public.router.add_post("/tokenize", self._tokenize)
         private = web.Application()
         private.router.add_get("/server_info", self._server_info)
@@ -162,8 +168,13 @@ class FakeEngine:
     def _cached(self, path: str, body: dict[str, Any]) -> tuple[int, int]:
         if not self.tokenises:
             return 0, 0
-        chat = path.endswith("chat/completions")
-        ids = self._renderer.chat(body) if chat else self._renderer.completion(body.get("prompt"))[0]
+        dialect = {"/v1/responses": RESPONSES, "/v1/messages": MESSAGES}.get(path)
+        if dialect is not None:
+            ids = self._renderer.chat(dialect.chat(body))
+        elif path.endswith("chat/completions"):
+            ids = self._renderer.chat(body)
+        else:
+            ids = self._renderer.completion(body.get("prompt"))[0]
         hashes = BlockHasher("sha256", self.block_size).hash_blocks(ids, body.get("cache_salt"))
         hit = next((i for i, h in enumerate(hashes) if h not in self.cache), len(hashes))
         if self.caching:
@@ -209,6 +220,13 @@ class FakeEngine:
         finally:
             self.running -= 1
 
+    async def _kept(self, request: web.Request) -> web.StreamResponse:
+        """A response by its id."""
+        if (refusal := await self._misbehave(request)) is not None:
+            return refusal
+        asked = {"method": request.method, "path": request.path_qs, "from": self.name}
+        return web.json_response(asked, status=200 if self.epoch in request.path else 404)
+
     async def _answer(
         self, request: web.Request, body: dict[str, Any], total: int, cached: int
     ) -> web.StreamResponse:
@@ -217,7 +235,8 @@ class FakeEngine:
         if not body.get("stream"):
             await asyncio.sleep(self.tokens * self.token_s)
             choices = [{"index": 0, "text": self.name * self.tokens}]
-            return web.json_response({"choices": choices, "usage": usage}, headers=headers)
+            name = f"resp_{self.epoch}{uuid.uuid4().hex}"
+            return web.json_response({"id": name, "choices": choices, "usage": usage}, headers=headers)
         response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream"})
         await response.prepare(request)
         if request.path.endswith("chat/completions"):

@@ -74,7 +74,9 @@ def test_two_routers_that_know_nothing_of_each_other_agree(tmp_path: Path) -> No
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"]
+)
 def test_a_burst_with_one_shared_prefix_spreads_and_leaves_nothing_in_flight(
     tmp_path: Path, path: str
 ) -> None:
@@ -89,7 +91,9 @@ def test_a_burst_with_one_shared_prefix_spreads_and_leaves_nothing_in_flight(
 
             def body(number: int) -> dict[str, object]:
                 text = LONG + str(number)
-                return chat(text) if "chat" in path else {"model": "fake", "prompt": text}
+                if "chat" in path or "messages" in path:
+                    return chat(text)
+                return {"model": "fake", "input" if "responses" in path else "prompt": text}
 
             posts = [asyncio.create_task(site.post(path, body(i))) for i in range(40)]
             await site.until(lambda: sum(e.running for e in site.engines) == 40)
