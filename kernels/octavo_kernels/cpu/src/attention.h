@@ -28,9 +28,10 @@ struct Softmax {
 template <class T>
 struct Tile {
     long rows;                 // query tokens times heads a KV head; what lies in the padding does not matter
-    const T* keys[kChunkGroups + 1];
-    const T* values[kChunkGroups + 1];
-    long groups;               // in use of the two above; one more entry says what is read after them
+    const T* keys[kChunkGroups];
+    const T* values[kChunkGroups];
+    const T* next_keys[kChunkGroups];    // of the chunk after this one, to be asked for ahead; keys where there is none
+    long groups;               // in use of the three above
     long dim, padded_dim;
     float* queries;            // as the policy's Query type, [rows up to kRowPad][padded_dim]
     float* scores;             // [rows up to kRowPad][kChunk]
@@ -79,9 +80,10 @@ void copy_values(const CacheLayout& c, const T* from, long tokens, T* to) {
         for (long d = 0; d < c.padded_dim; d++) to[pairs + 2 * d] = from[pairs + 2 * d];
 }
 
-// Point the tile at the groups that hold the tokens [begin, end), begin a multiple of kGroup.
+// Point the tile at the groups that hold the tokens [begin, end), begin a multiple of kGroup, of a context that the task
+// reads up to `last`.
 template <class T>
-void find_groups(const Attention& a, const AttentionTask& task, long begin, long end, Tile<T>& tile) {
+void find_groups(const Attention& a, const AttentionTask& task, long begin, long end, long last, Tile<T>& tile) {
     const CacheLayout& c = a.cache;
     const int32_t* table = a.block_tables + task.sequence * a.table_stride;
     const bool aligned = c.block_size % kGroup == 0;
@@ -94,23 +96,18 @@ void find_groups(const Attention& a, const AttentionTask& task, long begin, long
             gather_group(a, task, token, end, spare_keys, spare_values);
             tile.keys[g] = spare_keys;
             tile.values[g] = spare_values;
+            tile.next_keys[g] = spare_keys;
             continue;
         }
         const long block = table[token / c.block_size], group = token % c.block_size / kGroup;
         tile.keys[g] = key_group<T>(c, block, task.kv_head, group);
         tile.values[g] = value_group<T>(c, block, task.kv_head, group);
+        const long next = end + g * kGroup < last ? end + g * kGroup : token;
+        tile.next_keys[g] = key_group<T>(c, table[next / c.block_size], task.kv_head, next % c.block_size / kGroup);
         if (end - token < kGroup) {
             copy_values(c, tile.values[g], end - token, spare_values);
             tile.values[g] = spare_values;
         }
-    }
-    const long last = tile.groups - 1;
-    tile.keys[last + 1] = tile.keys[last];
-    tile.values[last + 1] = tile.values[last];
-    if (aligned && end % kChunk == 0 && end / kChunk < task.chunk_end) {
-        const long block = table[end / c.block_size], group = end % c.block_size / kGroup;
-        tile.keys[last + 1] = key_group<T>(c, block, task.kv_head, group);
-        tile.values[last + 1] = value_group<T>(c, block, task.kv_head, group);
     }
 }
 
@@ -235,8 +232,9 @@ void attend_tile(const Attention& a, const AttentionTask& task) {
     const long lowest = a.window > 0 ? larger(0, position - a.window + 1) : 0;
     for (long chunk = task.chunk_begin; chunk < task.chunk_end; chunk++) {
         const long begin = larger(chunk * kChunk, lowest / kGroup * kGroup);
-        const long end = smaller((chunk + 1) * kChunk, position + task.tokens);
-        find_groups(a, task, begin, end, tile);
+        const long last = smaller(task.chunk_end * kChunk, position + task.tokens);
+        const long end = smaller((chunk + 1) * kChunk, last);
+        find_groups(a, task, begin, end, last, tile);
         if (task.partial >= 0) tile.chunk = partial_slot(a, task.partial + chunk - task.chunk_begin);
         Products::score(tile);
         const long columns = tile.groups * kGroup;

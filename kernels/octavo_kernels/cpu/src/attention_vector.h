@@ -13,7 +13,9 @@ constexpr int kSliceRows = kWidth == 16 ? 8 : 3;
 template <int M>
 constexpr int kSliceVecs = M <= kSliceRows ? kPanelVecs : kPanelVecs / 2;
 
-// Keys and values to ask for while others are scored, a line of each at a time.
+// Memory must not rest while the cores compute, nor lose the thread at the end of a page: the values of a chunk are asked
+// for while its keys are scored, the keys of the next chunk while its values are weighed. (Also keys two groups on: the
+// first chunk's have not been asked for.)
 struct AskAhead {
     const char *keys, *values;
 
@@ -24,6 +26,11 @@ struct AskAhead {
         values += 64;
     }
 };
+
+template <class T>
+static inline void ask(const T* at, long count) {
+    for (long i = 0; i < count; i += 64 / sizeof(T)) _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T0);
+}
 
 template <int M>
 static inline void score_group(const float* q, long stride, const float* keys, long dim, AskAhead ahead,
@@ -73,11 +80,14 @@ static inline void weigh_slice(const Tile<float>& t, long slice, const float* p,
         for (int v = 0; v < kVecs; v++) acc[m][v] = zero();
     for (long g = 0; g < t.groups; g++) {
         const float* values = t.values[g] + slice;
-        for (long token = g * kGroup; token < (g + 1) * kGroup; token++, values += t.padded_dim)
+        const float* next = t.next_keys[g] + slice;
+        for (long token = g * kGroup; token < (g + 1) * kGroup; token++, values += t.padded_dim, next += t.padded_dim) {
+            ask(next, kVecs * kWidth);
             for (int v = 0; v < kVecs; v++) {
                 const Vec row = load(values + v * kWidth);
                 for (int m = 0; m < M; m++) acc[m][v] = fma(row, set1(p[m * kChunk + token]), acc[m][v]);
             }
+        }
     }
     for (int m = 0; m < M; m++)
         for (int v = 0; v < kVecs; v++) store(out + m * t.padded_dim + slice + v * kWidth, acc[m][v]);
@@ -95,12 +105,16 @@ static inline void weigh_slice(const Tile<bf16>& t, long slice, const float* p, 
     };
     for (long g = 0; g < t.groups; g++) {
         const bf16* values = t.values[g] + 2 * slice;
-        for (long token = g * kGroup; token < (g + 1) * kGroup; token += 2, values += 2 * t.padded_dim) {
+        const bf16* next = t.next_keys[g] + 2 * slice;
+        for (long token = g * kGroup; token < (g + 1) * kGroup; token += 2) {
+            ask(next, 2 * kVecs * kWidth);
             Vec row[kVecs];
             for (int v = 0; v < kVecs; v++) row[v] = load_first(values + v * kWidth * 2);
             step(row, token);
             for (int v = 0; v < kVecs; v++) row[v] = load_second(values + v * kWidth * 2);
             step(row, token + 1);
+            values += 2 * t.padded_dim;
+            next += 2 * t.padded_dim;
         }
     }
     for (int m = 0; m < M; m++)
@@ -114,9 +128,8 @@ struct VectorProducts {
     template <int M>
     static void score_rows(const Tile<T>& t, long row) {
         for (long g = 0; g < t.groups; g++) {
-            // The first pass over a chunk reads it from memory: two groups ahead, which suits blocks of one group best.
-            const long next = row == 0 ? smaller(g + 2, t.groups) : g;
-            const AskAhead ahead{reinterpret_cast<const char*>(t.keys[next]), reinterpret_cast<const char*>(t.values[next])};
+            const long next = row == 0 ? smaller(g + 2, t.groups - 1) : g;
+            const AskAhead ahead{reinterpret_cast<const char*>(t.keys[next]), reinterpret_cast<const char*>(t.values[g])};
             score_group<M>(t.queries + row * t.padded_dim, t.padded_dim, t.keys[g], t.dim, ahead,
                            t.scores + row * kChunk + g * kGroup);
         }

@@ -70,27 +70,33 @@ void attend_tasks(const Attention& a, const std::vector<AttentionTask>& plan) {
         &job);
 }
 
-// In rounds, so that what the chunks of long contexts leave behind stays within bounds.
+// In rounds, so that what the chunks of long contexts leave behind stays within bounds. A piece is a run of chunks, as each
+// asks for the keys of the next one ahead.
 void attend_split(Attention& a, const std::vector<AttentionTask>& whole) {
     const size_t slot = round_up(a.tile_tokens * (a.heads / a.kv_heads), 16) * (2 + a.cache.padded_dim);
     std::vector<AttentionTask> merged, pieces;
+    long total = 0;
+    for (const AttentionTask& task : whole) total += task.chunk_end - task.chunk_begin;
+    const int32_t run = int32_t(ceil_div(total, pool_threads() * kTasksPerThread));
     for (size_t next = 0; next < whole.size(); merged.clear(), pieces.clear()) {
+        size_t slots = 0;
         while (next < whole.size()) {
             AttentionTask task = whole[next];
             const size_t chunks = task.chunk_end - task.chunk_begin;
-            if (!merged.empty() && (pieces.size() + chunks) * slot > kPartialFloats) break;
-            task.partial = int32_t(pieces.size());
-            for (int32_t chunk = task.chunk_begin; chunk < task.chunk_end; chunk++) {
+            if (!merged.empty() && (slots + chunks) * slot > kPartialFloats) break;
+            task.partial = int32_t(slots);
+            for (int32_t chunk = task.chunk_begin; chunk < task.chunk_end; chunk += run) {
                 AttentionTask piece = task;
-                piece.partial = int32_t(pieces.size());
+                piece.partial += chunk - task.chunk_begin;
                 piece.chunk_begin = chunk;
-                piece.chunk_end = chunk + 1;
+                piece.chunk_end = int32_t(smaller(chunk + run, task.chunk_end));
                 pieces.push_back(piece);
             }
             merged.push_back(task);
+            slots += chunks;
             next++;
         }
-        if (partials.size() < pieces.size() * slot) partials.resize(pieces.size() * slot);
+        if (partials.size() < slots * slot) partials.resize(slots * slot);
         a.partials = partials.data();
         attend_tasks(a, pieces);
         for (const AttentionTask& task : merged) active->merge(a, task);
