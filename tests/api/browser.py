@@ -16,6 +16,7 @@ CHROMIUM = {"/usr/bin/chromium": "chromium"}
 # Without the network's leave Chromium asks its maker for news, many times at every start.
 _QUIET = [
     "--disable-gpu",
+    "--disable-dev-shm-usage",  # containers have little of it
     "--disable-quic",
     "--no-first-run",
     "--disable-background-networking",
