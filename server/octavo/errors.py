@@ -64,6 +64,14 @@ class DeadlineExceeded(QueueFull):
     code = "deadline_exceeded"
 
 
+class SlowReader(OctavoError):
+    """A client reads its stream so slowly that too much waits for it; the request was ended."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "slow_reader"
+
+
 class Unavailable(OctavoError):
     """Loading, draining or dead: another replica, or a later try, can answer."""
 

@@ -12,6 +12,9 @@ import httpx
 import openai
 import pytest
 
+from octavo.api.app import public_app
+from octavo.api.edge import OPEN_PATHS
+
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 
@@ -403,3 +406,25 @@ def test_no_prompt_text_is_logged(fast: Any, caplog: pytest.LogCaptureFixture) -
     assert "/v1/completions" in caplog.text
     assert "private" not in caplog.text
     assert json.loads(fast.get("/health").text)["state"] == "ready"
+
+
+def test_every_route_that_is_not_open_is_denied_without_a_key(serve: Any) -> None:
+    with serve("fast", api_key=("one",), ready=False) as running:
+        app = public_app(running.server.service).app
+        found = [
+            (method, route.path.replace("{name:path}", "tiny"))
+            for router in app.routes
+            for route in router.original_router.routes
+            for method in route.methods
+        ]
+        assert len(found) > 20
+        for method, path in [*found, ("GET", "/mounted"), ("PUT", "/v1/models"), ("OPTIONS", "/tokenize")]:
+            answer = httpx.request(method, running.url + path)
+            assert (answer.status_code == 401) == (path not in OPEN_PATHS), (method, path, answer.status_code)
+        upgrade = {
+            "Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13",
+            "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+        }  # fmt: skip
+        for path in ("/v1/models", "/health", "/v1/realtime"):
+            for key in ({}, {"Authorization": "Bearer one"}):
+                assert httpx.get(running.url + path, headers={**upgrade, **key}).status_code == 403

@@ -13,7 +13,9 @@ import httpx
 import openai
 import pytest
 
+from octavo.api import sse
 from octavo.api.sse import EventStream
+from octavo.engine import stream as engine_stream
 
 CHAT = [{"role": "user", "content": "hello"}]
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 1500, "ignore_eos": True}
@@ -39,6 +41,16 @@ def until(running: Any, condition: Any, what: str) -> None:
 def idle(running: Any) -> bool:
     load = running.get("/load").json()
     return load["running"] == load["waiting"] == 0 and load["kv_usage"] == 0
+
+
+def heavy_schema() -> dict[str, Any]:
+    """Half a second of compiling."""
+    either = {"anyOf": [{"type": "string"}, {"type": "integer"}]}
+    defs: dict[str, Any] = {"d0": {"type": "object", "properties": {"x": either}}}
+    for level in range(1, 8):
+        choice = {"anyOf": [{"properties": {f"a{level}{i}": {"type": "string"}}} for i in range(3)]}
+        defs[f"d{level}"] = {"allOf": [{"$ref": f"#/$defs/d{level - 1}"}, choice]}
+    return {"$ref": "#/$defs/d7", "$defs": defs}
 
 
 def test_events_are_framed_and_the_first_chat_delta_has_the_role(fast: Any) -> None:
@@ -219,13 +231,7 @@ def test_a_stream_that_is_cut_before_its_first_byte_is_closed_all_the_same() -> 
 
 def test_a_stream_keeps_its_pace_while_a_heavy_schema_is_compiled(paced: Any) -> None:
     """Case 23: half a second of compiling, in which a stream of 50 chunks a second goes on."""
-    either = {"anyOf": [{"type": "string"}, {"type": "integer"}]}
-    defs: dict[str, Any] = {"d0": {"type": "object", "properties": {"x": either}}}
-    for level in range(1, 8):
-        choice = {"anyOf": [{"properties": {f"a{level}{i}": {"type": "string"}}} for i in range(3)]}
-        defs[f"d{level}"] = {"allOf": [{"$ref": f"#/$defs/d{level - 1}"}, choice]}
-    schema = {"$ref": "#/$defs/d7", "$defs": defs}
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 1, "structured_outputs": {"json": schema}}
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 1, "structured_outputs": {"json": heavy_schema()}}
     answers = []
     poster = threading.Thread(
         target=lambda: answers.append(httpx.post(paced.url + "/v1/completions", json=body))
@@ -240,3 +246,89 @@ def test_a_stream_keeps_its_pace_while_a_heavy_schema_is_compiled(paced: Any) ->
             meanwhile += 1
     assert answers[0].status_code == 200, answers[0].text
     assert meanwhile >= 5
+
+
+def test_a_stream_that_waits_long_is_kept_alive_by_comments(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.1)
+    with serve("paced", max_num_seqs=1) as running:
+        busy = running.client().completions.create(
+            model="tiny", prompt="x", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(busy))
+        body = {"model": "tiny", "messages": CHAT, "stream": True, "max_tokens": 3}
+        with running.http.stream("POST", running.url + "/v1/chat/completions", json=body) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            assert next(lines).startswith("data: {")
+            assert [next(lines) for _ in range(3)] == [": keep-alive"] * 3
+            busy.close()
+            rest = list(lines)
+        assert rest[-1] == "data: [DONE]"
+        assert any('finish_reason":"' in line for line in rest)
+        text = running.post("/v1/chat/completions", {**body, "max_tokens": 40}).text
+        assert sse.KEEP_ALIVE.decode() not in text, "a stream that moves needs none"
+
+
+def test_a_reader_that_stands_still_holds_up_nobody_and_is_ended_at_the_bound(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_stream, "MAX_WAITING", 500)
+    body = {
+        "model": "tiny", "messages": CHAT, "stream": True, "max_tokens": 1900, "ignore_eos": True,
+        "logprobs": True, "top_logprobs": 20, "n": 3, "seed": 1,  # 14 MB: more than sockets hold
+    }  # fmt: skip
+    data = json.dumps(body).encode()
+    with serve("fast") as running, socket.socket() as slow:
+        slow.connect(("127.0.0.1", running.server.port))
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        slow.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        ended = lambda: running.metric("vllm:request_success_total", finished_reason="abort") >= 1  # noqa: E731
+        beside = running.post("/v1/completions", {**LONG, "max_tokens": 300}).json()
+        assert beside["usage"]["completion_tokens"] == 300
+        until(running, lambda: idle(running), "the engine still works for a reader that stands still")
+        slow.settimeout(30)
+        text = b""
+        while b"[DONE]" not in text:
+            text += slow.recv(2**16)
+        assert b"slow_reader" in text
+        until(running, ended, "the end was not counted")
+
+
+def test_a_client_that_leaves_after_one_of_its_choices_ended_frees_the_others(paced: Any) -> None:
+    with paced.http.stream(
+        "POST", paced.url + "/v1/completions",
+        json={**LONG, "stream": True, "n": 4, "seed": 4, "ignore_eos": False, "max_tokens": 900},
+    ) as answer:  # fmt: skip
+        for line in answer.iter_lines():
+            if '"finish_reason":"stop"' in line:
+                break
+        assert 1 <= paced.get("/load").json()["running"] <= 3
+    until(paced, lambda: idle(paced), "the choices of a client that left still run")
+
+
+def test_a_client_that_leaves_while_its_schema_is_compiled_leaves_nothing_behind(paced: Any) -> None:
+    with contextlib.suppress(httpx.ReadTimeout):
+        body = {
+            "model": "tiny",
+            "prompt": "x",
+            "max_tokens": 500,
+            "structured_outputs": {"json": heavy_schema()},
+        }
+        httpx.post(paced.url + "/v1/completions", json=body, timeout=httpx.Timeout(30, read=0.05))
+    assert paced.post("/v1/completions", {"model": "tiny", "prompt": "x"}).status_code == 200
+    until(paced, lambda: idle(paced), "a request that was left in its compilation runs")
+    assert paced.server.service.engine.in_flight == 0
+
+
+def test_what_is_not_http_is_told_so_in_the_envelope(fast: Any) -> None:
+    for sent in (b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", fast.server.port)) as connection:
+            connection.sendall(sent)
+            connection.settimeout(30)
+            answer = b""
+            while part := connection.recv(4096):
+                answer += part
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["code"] == "invalid_http"

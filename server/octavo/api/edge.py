@@ -39,7 +39,7 @@ class Edge:
         root_path: str = "",
     ) -> None:
         """``root_path``: a prefix that a path may have, and is taken off."""
-        self._app = app
+        self.app = app
         self._root_path = root_path
         self._service = service
         self._keys = keys
@@ -50,7 +50,7 @@ class Edge:
             await send({"type": "websocket.close", "code": 1008})  # there are no websockets here
             return
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         if self._root_path and scope["path"].startswith(self._root_path + "/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._root_path)}
@@ -72,7 +72,7 @@ class Edge:
                 why = "the API key is not known" if sent else "an API key is needed"
                 raise Unauthorized(f"{why}: send the header Authorization: Bearer KEY")
             scope["state"]["key"] = self._keys.name(sent)
-            await self._app(scope, receive, answer)
+            await self.app(scope, receive, answer)
         except Unauthorized as error:
             await error_response(error, scope["path"])(scope, receive, answer)
         except ClientDisconnect:

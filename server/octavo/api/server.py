@@ -11,15 +11,17 @@ import sys
 from collections.abc import Generator, Sequence
 from typing import Any
 
+import msgspec
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo.api.app import private_app, public_app
 from octavo.api.service import Service
 from octavo.config import CommandParser, EngineConfig, add_engine_flags
 from octavo.engine.client import EngineClient
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, InvalidRequest, error_body
 
 LAST_ANSWERS_S = 5.0  # how long answers may still be written once the engine has nothing more to say
 DEATH_NOTICE_S = 1.0  # a dead engine's server says so this long, so that probes and routers hear 503
@@ -33,6 +35,16 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+
+class _Protocol(HttpToolsProtocol):
+    """What is not HTTP is told so as everything else is."""
+
+    def send_400_response(self, msg: str) -> None:
+        body = msgspec.json.encode(error_body(InvalidRequest(msg, code="invalid_http")))
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body))
+        self.transport.close()
 
 
 class Server:
@@ -170,6 +182,7 @@ def _tls(config: EngineConfig) -> dict[str, Any]:
 def _http_server(app: ASGIApp, config: EngineConfig, **more: Any) -> _HttpServer:
     settings = uvicorn.Config(
         app,
+        http=_Protocol,
         log_config=None,
         log_level=config.uvicorn_log_level,
         access_log=False,

@@ -17,6 +17,8 @@ from octavo.api.errors import InternalFault
 from octavo.errors import OctavoError, error_body
 
 DONE = b"data: [DONE]\n\n"  # how streams of OpenAI's older routes end
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients pass over it
+KEEP_ALIVE_S = 15.0  # silence after which one is sent; proxies often end a connection after 30 or 60
 T = TypeVar("T")
 _log = logging.getLogger("octavo.api")
 _encoder = msgspec.json.Encoder()
@@ -59,6 +61,9 @@ class EventStream(Response):
     """An answer of events, an ASGI application. ``source`` is closed when it ends, and when the client
     leaves; then ``close`` is awaited, also where ``source`` never began.
 
+    While ``source`` is silent comments keep the connection alive. A client that does not read holds up this
+    stream alone: at 64 KiB in the socket's buffer ``source`` is read no further.
+
     An exception of ``source`` becomes an event (``failed`` makes it); ``done`` always comes last.
     """
 
@@ -75,13 +80,20 @@ class EventStream(Response):
         self._done = done
         self.status_code = 200
         self.background = None
+        self._written = 0
+        self._held_up = True  # a write is not over, of the headers first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         writing = asyncio.ensure_future(self._write(send, [*headers, (b"x-accel-buffering", b"no")]))
         gone = asyncio.ensure_future(_gone(receive))
         try:
-            await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
+            while not (writing.done() or gone.done()):
+                before = self._written
+                first = asyncio.FIRST_COMPLETED
+                done, _ = await asyncio.wait({writing, gone}, timeout=KEEP_ALIVE_S, return_when=first)
+                if not done and self._written == before and not self._held_up:
+                    await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
             if writing.done():
                 writing.result()
         finally:
@@ -91,9 +103,13 @@ class EventStream(Response):
 
     async def _write(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._held_up = False
         try:
             async for data in self._source:
+                self._held_up = True
                 await send({"type": "http.response.body", "body": data, "more_body": True})
+                self._held_up = False
+                self._written += 1
         except OctavoError as error:
             if isinstance(error, InternalFault):
                 _log.error("a stream ended with a fault: %s", error.message)

@@ -6,11 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from octavo.core.outputs import EngineOutput
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, SlowReader
+
+MAX_WAITING = 4096  # outputs of a sequence that may wait for a reader: a MB or two, with 20 logprobs ten
 
 
 class OutputStream(AsyncIterator[EngineOutput]):
     """The outputs of some requests, merged; ends when each has finished.
+
+    The engine waits for no reader: when ``MAX_WAITING`` outputs wait for each sequence, all are ended
+    and the reader gets ``SlowReader`` in place of what waits.
 
     Closing it, cancelling a wait on it, or dropping it aborts those that have not finished.
     """
@@ -51,7 +56,14 @@ class OutputStream(AsyncIterator[EngineOutput]):
         """One more output of one of the requests."""
         if output.finish_reason is not None:
             self._open.discard(output.request_id)
-        self._queue.put_nowait(output)
+        if self._queue.qsize() < MAX_WAITING * len(self.request_ids):
+            self._queue.put_nowait(output)
+            return
+        waiting = self._queue.qsize()
+        self._abandon()
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait(SlowReader(f"{waiting} outputs waited to be read: the request was ended"))
 
     def fail(self, error: OctavoError) -> None:
         """End with an error; the first one counts."""
