@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from hypothesis import HealthCheck, given, settings
@@ -223,6 +224,26 @@ def test_a_fault_in_mid_stream_is_an_error_event(serve: Any) -> None:
         client = anthropic.Anthropic(base_url=running.url, api_key="any", max_retries=0)
         with pytest.raises(anthropic.APIStatusError, match="NaN"):
             list(client.messages.create(**ask("a"), stream=True, extra_body={"ignore_eos": True}))
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_leaves_frees_its_blocks(paced: Any, streams: bool) -> None:
+    aborted = paced.metric("vllm:request_success_total", finished_reason="abort")
+    body = ask("hello", max_tokens=1500, ignore_eos=True, stream=streams)
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=httpx.Timeout(30, read=0.4)) as client:
+        if not streams:
+            client.post(paced.url + "/v1/messages", json=body)
+        with client.stream("POST", paced.url + "/v1/messages", json=body) as answer:
+            next(answer.iter_raw())
+            raise httpx.ReadTimeout("enough")
+    for _ in range(100):
+        load = paced.get("/load").json()
+        if load["running"] == load["waiting"] == load["kv_usage"] == 0:
+            break
+        paced.thread.join(0.1)
+    else:
+        raise AssertionError("it still holds something")
+    assert paced.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1
 
 
 def test_thinking_that_is_off_is_not_shown(reciting: Any) -> None:
