@@ -107,7 +107,7 @@ def test_the_private_port_wants_its_secret(serve: Any, monkeypatch: pytest.Monke
     with serve("fast", api_key=("public",)) as running:
         for method, path in (
             ("GET", "/server_info"), ("GET", "/load"), ("GET", "/prompt_assets"), ("POST", "/drain"),
-            ("GET", "/kv/snapshot"),
+            ("GET", "/kv/snapshot"), ("POST", "/pause"), ("POST", "/resume"), ("POST", "/abort_requests"),
             ("POST", "/reset_prefix_cache"), ("POST", "/internal/generate"), ("GET", "/health"),
         ):  # fmt: skip
             for sent in ({}, {"Authorization": "Bearer public"}):
@@ -152,3 +152,63 @@ def test_a_sequence_by_its_tokens_takes_every_other_setting(fast: Any) -> None:
     answer = fast.http.post(fast.private_url + "/internal/generate", json=body)
     assert answer.status_code == 200, answer.text
     assert tokens_of(answer.text)[1]["finish_reason"] in ("length", "stop")
+
+
+LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 60, "ignore_eos": True, "seed": 3}
+
+
+def test_a_paused_engine_takes_nothing_and_goes_on_where_it_was(paced: Any) -> None:
+    whole = paced.post("/v1/completions", LONG).json()["choices"][0]["text"]
+
+    def admin(path: str) -> dict[str, Any]:
+        return paced.http.post(paced.private_url + path).json()
+
+    with paced.http.stream("POST", paced.url + "/v1/completions", json={**LONG, "stream": True}) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+        text = json.loads(next(lines)[6:])["choices"][0]["text"]
+        assert admin("/pause")["state"] == "paused"
+        made = paced.metric("vllm:generation_tokens_total")
+        paced.thread.join(0.3)
+        assert paced.metric("vllm:generation_tokens_total") <= made + 1, "the step that ran may end"
+        assert paced.get("/load").json()["kv_usage"] > 0
+        assert [paced.get(path).status_code for path in ("/ready", "/health", "/live")] == [503, 503, 200]
+        refused = paced.post("/v1/completions", LONG)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        assert paced.http.get(paced.private_url + "/server_info").json()["state"] == "paused"
+        assert paced.metric("octavo:engine_state", state="paused") == 1
+        assert admin("/resume")["state"] == "ready"
+        text += "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines)
+    assert text == whole
+
+
+def test_a_pause_can_end_what_runs(paced: Any) -> None:
+    with paced.http.stream(
+        "POST", paced.url + "/v1/completions", json={**LONG, "stream": True, "max_tokens": 1500}
+    ) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+        next(lines)
+        assert paced.http.post(paced.private_url + "/pause?mode=abort").status_code == 200
+        assert json.loads(list(lines)[-1][6:])["choices"][0]["finish_reason"] == "abort"
+    assert paced.http.post(paced.private_url + "/pause?mode=maybe").status_code == 400
+    assert paced.http.post(paced.private_url + "/resume").json()["state"] == "ready"
+    assert paced.get("/load").json()["running"] == 0
+
+
+def test_requests_are_aborted_by_their_names(paced: Any) -> None:
+    body = {**LONG, "stream": True, "max_tokens": 1500}
+    with (
+        paced.http.stream(
+            "POST", paced.url + "/v1/completions", json=body, headers={"X-Request-Id": "a"}
+        ) as one,
+        paced.http.stream(
+            "POST", paced.url + "/v1/completions", json=body, headers={"X-Request-Id": "b"}
+        ) as two,
+    ):
+        for named, asked, answer in (("a", {"request_ids": ["a", "z"]}, one), ("b", None, two)):
+            lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+            next(lines)
+            content = json.dumps(asked) if asked else None
+            ended = paced.http.post(paced.private_url + "/abort_requests", content=content)
+            assert ended.json() == {"aborted": [named]}
+            assert json.loads(list(lines)[-1][6:])["choices"][0]["finish_reason"] == "abort"
+    assert paced.http.post(paced.private_url + "/abort_requests").json() == {"aborted": []}

@@ -59,6 +59,8 @@ class Edge:
         request_id = _request_id(headers.get(b"x-request-id"))
         scope.setdefault("state", {})["request_id"] = request_id
 
+        self._service.open[id(scope)] = scope["state"]
+
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
@@ -84,6 +86,7 @@ class Edge:
                 fault = InternalFault("the server failed on this request")
                 await error_response(fault, scope["path"])(scope, receive, answer)
         finally:
+            del self._service.open[id(scope)]
             self._count(scope, status, time.monotonic() - began, request_id)
 
     def _extra_headers(self, request_id: str) -> list[tuple[bytes, bytes]]:

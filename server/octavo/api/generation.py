@@ -212,6 +212,10 @@ class Generation:
                 return
             output = await anext(self._stream)
 
+    def abort(self) -> None:
+        """End what runs; its reader gets what there is, with the finish reason "abort"."""
+        self._engine.abort([name for name, one in self._sequences.items() if not one.finished])
+
     async def close(self) -> None:
         """Abort what has not ended. Must be called, however the request ends."""
         if self._stream is None:

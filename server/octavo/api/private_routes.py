@@ -16,9 +16,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.api.body import read_body
+from octavo.api.body import parse_object, read_body
 from octavo.api.errors import InternalFault
-from octavo.api.generation import ANSWER_WITHIN_S
+from octavo.api.fields import Fields, wrong
+from octavo.api.generation import ANSWER_WITHIN_S, Generation
 from octavo.api.probes import json_response
 from octavo.api.service import Service
 from octavo.api.sse import EventStream, event
@@ -81,6 +82,39 @@ def private_routes(service: Service, drain: Callable[[], None]) -> APIRouter:
         service.require_ready()
         await service.engine.admin("reset_prefix_cache")
         return json_response({"reset": True})
+
+    @routes.post("/pause")
+    async def pause(mode: str = "keep") -> Response:
+        """Begin no step, take no request. Those there wait with their blocks, or end (``mode`` abort)."""
+        if mode not in ("keep", "abort"):
+            raise wrong("mode", mode, "keep or abort")
+        if service.engine.state != "paused":
+            service.require_ready()
+        await service.engine.pause(abort=mode == "abort")
+        return json_response(service.describe())
+
+    @routes.post("/resume")
+    async def resume() -> Response:
+        if service.engine.state == "paused":
+            await service.engine.resume()
+        return json_response(service.describe())
+
+    @routes.post("/abort_requests")
+    async def abort_requests(request: Request) -> Response:
+        """End the requests whose X-Request-Id is in ``request_ids``; all of them without a body."""
+        raw = await read_body(request)
+        fields = Fields(parse_object(raw) if raw else {})
+        names = set(fields.texts("request_ids"))
+        every = fields.body.get("request_ids") is None
+        running: list[tuple[str, Generation]] = [
+            (state["request_id"], state["generation"])
+            for state in service.open.values()
+            if "generation" in state
+        ]
+        ended = [(name, generation) for name, generation in running if every or name in names]
+        for _, generation in ended:
+            generation.abort()
+        return json_response({"aborted": [name for name, _ in ended]})
 
     @routes.post("/drain")
     async def start_drain() -> Response:

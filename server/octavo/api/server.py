@@ -130,6 +130,8 @@ class Server:
         if not self.service.started:  # nothing was taken yet: there is nothing to wait for
             self.service.refusing = True
             return
+        if self.service.engine.state == "paused":  # else what waits could not end
+            await self.service.engine.resume()
         _log.info("draining: new requests are taken for %g s, running ones may take %g s", grace, limit)
         refuse = asyncio.get_running_loop().call_later(grace, self._refuse)
         try:

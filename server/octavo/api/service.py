@@ -44,6 +44,7 @@ class Service:
         self._grammars = GrammarCompiler()
         self._compiling = asyncio.Lock()  # one at a time, and who waits for it holds no thread
         self.failure: OctavoError | None = None
+        self.open: dict[int, dict[str, Any]] = {}  # the state of each HTTP request that is not over
         self.draining = False  # from the first moment of a drain
         self.refusing = False  # after its grace
         self.started = False  # became ready once
@@ -97,6 +98,8 @@ class Service:
             raise _unavailable("the server is draining: it takes no more requests")
         if self.failure is not None:
             raise _unavailable(f"the engine is dead: {self.failure.message}")
+        if self.engine.state == "paused":
+            raise _unavailable("the engine is paused: it takes no requests until it is resumed")
         if self.renderer is None or self.engine.info is None:
             raise _unavailable(f"the server is starting: {self.stage[0]}")
         return self.renderer, self.engine.info

@@ -30,7 +30,7 @@ from octavo.engine import messages
 from octavo.engine.stream import OutputStream
 from octavo.errors import InvalidRequest, OctavoError, Unavailable
 
-EngineState = Literal["loading", "warming", "ready", "draining", "stalled", "dead"]
+EngineState = Literal["loading", "warming", "ready", "draining", "paused", "stalled", "dead"]
 DEFAULT_EXECUTOR = "octavo.worker.executor:build_executor"
 STALL_S = 10.0  # silence after which a ready engine counts as stalled; its heartbeat comes every 0.5 s
 END_STALLED_S = (
@@ -48,7 +48,7 @@ _log = logging.getLogger("octavo.engine")
 class EngineClient:
     """One engine process and the requests it was given. Belongs to one event loop.
 
-    ``state`` is one of loading, warming, ready, draining, stalled, dead; ``stage`` and ``detail`` say what a
+    ``state`` is one of loading, warming, ready, draining, paused, stalled, dead; ``stage`` and ``detail`` say what a
     starting engine does, ``stages`` all that it has done since its start; ``error`` why it died; ``info``
     what it is, once ready; ``stats`` its load after the last step. ``listeners`` are called with each
     ``Outputs`` message, the empty ones of an idle engine too.
@@ -65,6 +65,7 @@ class EngineClient:
         self._state: EngineState = "loading"
         self._failure: OctavoError | None = None
         self._draining = False
+        self._paused = False
         self._refusing = False
         self._stall_s = stall_s
         self._end_stalled_s = end_stalled_s
@@ -144,7 +145,9 @@ class EngineClient:
 
     @property
     def state(self) -> EngineState:
-        return "draining" if self._draining and self._state == "ready" else self._state
+        if self._state != "ready":
+            return self._state
+        return "draining" if self._draining else "paused" if self._paused else "ready"
 
     @property
     def pid(self) -> int | None:
@@ -193,6 +196,20 @@ class EngineClient:
             return await future
         finally:
             self._calls.pop(call_id, None)
+
+    async def pause(self, *, abort: bool) -> None:
+        """Begin no step until ``resume``. Requests keep their blocks, or are ended with ``abort``."""
+        self._paused = True
+        self._notify()
+        if abort:
+            self.abort(list(self._streams))
+        await self.admin("pause")
+
+    async def resume(self) -> None:
+        """Go on after ``pause``."""
+        await self.admin("resume")
+        self._paused = False
+        self._notify()
 
     async def drain(self, grace_s: float, timeout_s: float) -> bool:
         """Stop gently: take requests for ``grace_s`` seconds more, let those running end until ``timeout_s``.

@@ -115,6 +115,7 @@ class EngineCore:
         )
         self._pitfalls = Pitfalls(block_size=config.block_size, prefix_caching=config.enable_prefix_caching)
         self._turns = self._row_faults = 0
+        self._paused = False  # no step begins; what runs ends, and sequences keep their blocks
         self._foretell = foretell
         self._grammars = GrammarWait(lambda grammar: executor.prepare(grammar))
         self._rejected: list[tuple[list[str], OctavoError]] = []
@@ -128,6 +129,8 @@ class EngineCore:
         self._admin: dict[str, Callable[[], Any]] = {
             "reset_prefix_cache": self._scheduler.reset_prefix_cache,
             "kv_snapshot": self._kv_snapshot,
+            "pause": self._pause,
+            "resume": self._resume,
         }
 
     @property
@@ -186,7 +189,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         waiting = bool(self._ended) or bool(self._grammars)
-        return waiting or self._running is not None or self._scheduler.has_requests
+        to_run = self._scheduler.has_requests and not self._paused
+        return waiting or self._running is not None or to_run
 
     def wait(self) -> bool:
         """Let the step that runs come to its end, and plan the next meanwhile. False when none runs."""
@@ -235,7 +239,7 @@ class EngineCore:
                 self._rejected.append(([request.request_id for request in requests], error))
 
     def _run_step(self, outputs: list[EngineOutput]) -> None:
-        plan = self._scheduler.schedule()
+        plan = None if self._paused else self._scheduler.schedule()
         if plan is None:
             return
         self._foretell_long(plan)
@@ -253,7 +257,7 @@ class EngineCore:
                 outputs += self._scheduler.lose_step()
                 raise fault
             outputs += self._update(plan, done.result())
-        if (following := self._scheduler.schedule()) is not None:
+        if not self._paused and (following := self._scheduler.schedule()) is not None:
             self._running = following, runner.submit(self._execute, following)
             self._begun.wait()  # else the step only begins when this thread next lets go of the interpreter
             self._begun.clear()
@@ -279,6 +283,12 @@ class EngineCore:
     def _publish_events(self) -> None:
         if self._publisher is not None:
             self._publisher.publish(self._scheduler.kv.take_events())
+
+    def _pause(self) -> None:
+        self._paused = True
+
+    def _resume(self) -> None:
+        self._paused = False
 
     def _kv_snapshot(self) -> dict[str, Any]:
         """What can be found in the cache now, and the number of the batch of events that led there."""
