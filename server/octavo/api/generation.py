@@ -212,9 +212,11 @@ class Generation:
                 return
             output = await anext(self._stream)
 
-    def abort(self) -> None:
-        """End what runs; its reader gets what there is, with the finish reason "abort"."""
-        self._engine.abort([name for name, one in self._sequences.items() if not one.finished])
+    def abort(self) -> bool:
+        """End what runs; the reader gets what there is, and finish reason "abort". False if all had ended."""
+        running = [name for name, one in self._sequences.items() if not one.finished]
+        self._engine.abort(running)
+        return bool(running)
 
     async def close(self) -> None:
         """Abort what has not ended. Must be called, however the request ends."""

@@ -111,10 +111,8 @@ def private_routes(service: Service, drain: Callable[[], None]) -> APIRouter:
             for state in service.open.values()
             if "generation" in state
         ]
-        ended = [(name, generation) for name, generation in running if every or name in names]
-        for _, generation in ended:
-            generation.abort()
-        return json_response({"aborted": [name for name, _ in ended]})
+        asked = [(name, generation) for name, generation in running if every or name in names]
+        return json_response({"aborted": [name for name, generation in asked if generation.abort()]})
 
     @routes.post("/drain")
     async def start_drain() -> Response:

@@ -48,10 +48,10 @@ _log = logging.getLogger("octavo.engine")
 class EngineClient:
     """One engine process and the requests it was given. Belongs to one event loop.
 
-    ``state`` is one of loading, warming, ready, draining, paused, stalled, dead; ``stage`` and ``detail`` say what a
-    starting engine does, ``stages`` all that it has done since its start; ``error`` why it died; ``info``
-    what it is, once ready; ``stats`` its load after the last step. ``listeners`` are called with each
-    ``Outputs`` message, the empty ones of an idle engine too.
+    ``state`` is one of loading, warming, ready, draining, paused, stalled, dead; ``stage`` and ``detail`` say
+    what a starting engine does, ``stages`` all that it has done since its start; ``error`` why it died;
+    ``info`` what it is, once ready; ``stats`` its load after the last step. ``listeners`` are called with
+    each ``Outputs`` message, the empty ones of an idle engine too.
     """
 
     def __init__(self, *, stall_s: float = STALL_S, end_stalled_s: float = END_STALLED_S) -> None:
