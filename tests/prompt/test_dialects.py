@@ -168,7 +168,7 @@ def test_an_error_that_names_no_field_stays_as_it_is() -> None:
 
 KEYS = ["type", "role", "content", "text", "name", "arguments", "call_id", "input", "id", "format", "summary"]
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 5) | st.floats(allow_nan=False) | st.sampled_from(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from(
         ["", "a", "user", "assistant", "message", "text", "function", "function_call", "tool_use", "enabled"]
     ),
     lambda inner: st.lists(inner, max_size=3)
