@@ -167,18 +167,20 @@ def test_an_error_that_names_no_field_stays_as_it_is() -> None:
 
 
 KEYS = ["type", "role", "content", "text", "name", "arguments", "call_id", "input", "id", "format", "summary"]
+WORDS = ["", "a", "user", "assistant", "message", "text", "function", "function_call", "tool_use", "enabled"]
+NUMBERS = st.integers(-5, 5) | st.floats(allow_nan=False, allow_infinity=False)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 5) | st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from(
-        ["", "a", "user", "assistant", "message", "text", "function", "function_call", "tool_use", "enabled"]
-    ),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(
-        st.sampled_from(KEYS),
-        inner,
-        max_size=4,
+    st.none() | st.booleans() | NUMBERS | st.sampled_from(WORDS),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(KEYS),
+            inner,
+            max_size=4,
+        )
     ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("dialect", [RESPONSES, MESSAGES], ids=["responses", "messages"])
