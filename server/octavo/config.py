@@ -254,6 +254,9 @@ class EngineConfig:
     )  # fmt: skip
     access_log: bool = _setting(True, "one line of JSON for each request")
     enable_log_requests: bool = _setting(False, "log prompts and settings of requests (texts of users!)")
+    otlp_traces_endpoint: str | None = _setting(
+        None, "where OpenTelemetry traces go, as http://collector:4318/v1/traces; needs octavo[otel]"
+    )
     log_level: str = _setting("info", "how much to log", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:

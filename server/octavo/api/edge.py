@@ -101,9 +101,20 @@ class Edge:
         route = scope.get("route")
         path = getattr(route, "path", "unknown")
         self._service.metrics.http.labels(scope["method"], path, str(status or "closed")).inc()
+        generation: Generation | None = scope["state"].get("generation")
+        if self._service.tracing is not None and generation is not None:
+            now, told = time.time(), generation.summary()
+            known = {name: value for name, value in told.items() if value is not None}
+            self._service.tracing.request(
+                dict(scope["headers"]),
+                f"{scope['method']} {path}",
+                now - seconds,
+                now,
+                generation.times,
+                {"request_id": request_id, "status": status, **known},
+            )
         level = logging.DEBUG if scope["path"] in self._open else logging.INFO
         if self._service.config.access_log and _access_log.isEnabledFor(level):
-            generation: Generation | None = scope["state"].get("generation")
             line = {
                 "time": time.time(),
                 "request_id": request_id,

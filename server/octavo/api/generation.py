@@ -269,10 +269,15 @@ class Generation:
         """Prompt tokens that the cache held."""
         return sum(one.cached_tokens for one in self._sequences.values() if not one.request.sample_index)
 
+    @property
+    def times(self) -> RequestTimes | None:
+        """Of the first sequence that was scheduled."""
+        return next((one.times for one in self._sequences.values() if one.times is not None), None)
+
     def summary(self) -> dict[str, Any]:
         """What the access log tells: tokens, and how long the first sequence waited to be scheduled."""
         sequences = list(self._sequences.values())
-        times = next((one.times for one in sequences if one.times is not None), None)
+        times = self.times
         reasons = {one.finish_reason for one in sequences if one.finish_reason is not None}
         return {
             "prompt_tokens": sum(map(len, self.prompts)),

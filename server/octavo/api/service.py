@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from octavo import __version__
 from octavo.api.metrics import Metrics
 from octavo.api.threads import in_daemon_thread
+from octavo.api.tracing import Tracing
 from octavo.config import EngineConfig
 from octavo.core.generation_config import not_applied, sampling_defaults
 from octavo.core.sampling_params import StructuredOutputs
@@ -36,6 +38,8 @@ class Service:
         self.config = config
         self.engine = engine if engine is not None else EngineClient()
         self.metrics = Metrics(config.model_names[0], self.engine)
+        endpoint = config.otlp_traces_endpoint
+        self.tracing = Tracing(endpoint, config.model_names[0]) if endpoint is not None else None
         self.epoch = str(uuid.uuid4())
         self.created = int(time.time())
         self.renderer: PromptRenderer | None = None
@@ -123,6 +127,8 @@ class Service:
             return await in_daemon_thread(lambda: self._grammars.compile_lark(lark, where))
 
     async def close(self) -> None:
+        if self.tracing is not None:
+            await in_daemon_thread(self.tracing.close)
         self._grammars.close()
         await self.engine.close()
 
@@ -182,6 +188,25 @@ class Service:
         self.started = True
         _log.info(
             "ready: %s takes requests of up to %d tokens", self.config.model_names[0], info.max_model_len
+        )
+        _log.info("%s", self._summary(info))
+
+    def _summary(self, info: Ready) -> str:
+        """What a person wants to know of a server that has started, a line for each thing."""
+        config, block_size = self.config, info.kv["block_size"]
+        seconds = time.time() - self.created
+        caching = "on" if config.enable_prefix_caching else "off"
+        keys = config.api_key or config.api_key_file or config.api_key_dir or os.environ.get("OCTAVO_API_KEY")
+        return "\n  ".join(
+            (
+                f"octavo {__version__} started in {seconds:.0f} s",
+                f"model     {config.model} as {', '.join(config.model_names)}",
+                f"KV cache  {info.num_blocks} blocks of {block_size}: {info.num_blocks * block_size} tokens, "
+                f"prefix caching {caching}",
+                f"step      up to {config.max_num_seqs} sequences and {config.max_num_batched_tokens} tokens",
+                f"queue     {config.max_queue} requests; one more gets 429",
+                f"keys      {'needed' if keys else 'none: whoever reaches the port may use it'}",
+            )
         )
 
     def _load_prompt(self, path: Path) -> None:
