@@ -5,12 +5,14 @@
 The shapes are SmolLM2-135M's in bfloat16. A round passes over all layers' matrices and the head, 270 MB,
 so they come from memory. In each round a plain read of as many bytes, ours and torch's take turns, and
 medians are compared: on a shared machine times move, their ratios less so. ``paging`` sets attention over
-scattered blocks of 16 tokens against the same kernel over one block a sequence, contiguous memory.
+scattered blocks of 16 tokens against the same kernel over the same blocks in order, and over one block a
+sequence, contiguous memory; and against torch over contiguous memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import time
@@ -113,27 +115,29 @@ def products(ops: Ops, layers: int, rounds: int) -> None:
         )
 
 
-def decode_batch(queries: int, context: int, sequences: int, block_size: int = BLOCK_SIZE) -> AttentionBatch:
+def decode_batch(
+    queries: int,
+    context: int,
+    sequences: int,
+    block_size: int = BLOCK_SIZE,
+    order: Callable[[int], Tensor] = torch.randperm,
+) -> AttentionBatch:
     """Sequences of one length, their blocks scattered."""
     blocks = -(-context // block_size) * sequences
     return AttentionBatch(
         query_start=torch.arange(sequences + 1, dtype=torch.int32) * queries,
         seq_lens=torch.full((sequences,), context, dtype=torch.int32),
-        block_tables=torch.randperm(blocks).int().view(sequences, -1),
+        block_tables=order(blocks).int().view(sequences, -1),
         block_size=block_size,
         max_query_len=queries,
     )
 
 
 def caches_for(ops: Ops, batch: AttentionBatch, layers: int) -> list[Tensor]:
-    shape = ops.kv_cache_shape(batch.block_tables.numel(), batch.block_size, KV_HEADS, HEAD_DIM)
-    return [pages(shape).copy_(torch.randn(shape)) for _ in range(layers)]
-
-
-def pages(shape: tuple[int, ...]) -> Tensor:
-    """Memory as an engine's cache has it: numpy asks for huge pages, torch does not."""
-    size = math.prod(shape) * DTYPE.itemsize
-    return torch.from_numpy(np.zeros(size, np.uint8)).view(DTYPE).view(shape)
+    """In one piece of memory, large as an engine's: numpy asks for huge pages there, torch does not."""
+    shape = (layers, *ops.kv_cache_shape(batch.block_tables.numel(), batch.block_size, KV_HEADS, HEAD_DIM))
+    memory = torch.from_numpy(np.zeros(math.prod(shape) * DTYPE.itemsize, np.uint8)).view(DTYPE).view(shape)
+    return [layer.copy_(torch.randn(shape[1:])) for layer in memory]
 
 
 def attend(ops: Ops, q: Tensor, caches: list[Tensor], batch: AttentionBatch, out: Tensor) -> None:
@@ -175,8 +179,14 @@ def attention(ops: Ops, layers: int, rounds: int) -> None:
         )
 
 
+def rotation(runs: list[Callable[[], object]]) -> Callable[[], object]:
+    """One of the runs a call, from the first to the last and again."""
+    turn = itertools.cycle(runs)
+    return lambda: next(turn)()
+
+
 def paging(ops: Ops, layers: int, rounds: int) -> None:
-    print(f"attention over scattered blocks of {BLOCK_SIZE} tokens and over contiguous memory")
+    print(f"attention over scattered blocks of {BLOCK_SIZE} tokens: time over others', median (and least)")
     for queries, context, sequences in (
         (1, 512, 1),
         (1, 2048, 1),
@@ -186,17 +196,29 @@ def paging(ops: Ops, layers: int, rounds: int) -> None:
         (512, 512, 1),
         (128, 4096, 1),
     ):
+        count = layers if queries == 1 else min(layers, 4)
         q = torch.randn(sequences * queries, HEADS, HEAD_DIM).to(DTYPE)
         runs = []
-        for block_size in (BLOCK_SIZE, context):
-            batch = decode_batch(queries, context, sequences, block_size)
-            caches = caches_for(ops, batch, layers if queries == 1 else min(layers, 4))
-            runs.append(partial(attend, ops, q, caches, batch, torch.empty_like(q)))
-        scattered, contiguous = turns(rounds, *runs)
-        ratio = statistics.median(ours / other for ours, other in zip(scattered, contiguous, strict=True))
+        for size, order in (
+            (BLOCK_SIZE, torch.randperm),
+            (BLOCK_SIZE, torch.arange),
+            (context, torch.arange),
+        ):
+            batch = decode_batch(queries, context, sequences, size, order)
+            out = torch.empty_like(q)
+            caches = caches_for(ops, batch, count)
+            runs.append(rotation([partial(attend, ops, q, [cache], batch, out) for cache in caches]))
+        torch_q = q.view(sequences, queries, HEADS, HEAD_DIM).transpose(1, 2)
+        dense = torch.randn(count, 2, sequences, KV_HEADS, context, HEAD_DIM).to(DTYPE)
+        mask = torch.ones(queries, context, dtype=torch.bool).tril(context - queries)
+        torchs = rotation([partial(attend_torch, torch_q, [kv], mask) for kv in dense])
+        # Torch apart: whichever of ours came after it would find the caches that it leaves.
+        ours, *others = [*turns(rounds * count, *runs), *turns(rounds, torchs)]
+        least, median = min(ours), statistics.median(ours)
+        ratios = [f"{median / statistics.median(taken):.3f} ({least / min(taken):.3f})" for taken in others]
         print(
-            f"  {sequences:2} x {queries:3} queries, context {context:4}: {min(scattered) * 1e3:7.2f} and"
-            f" {min(contiguous) * 1e3:7.2f} ms at best; median of the ratios {ratio:.3f}"
+            f"  {sequences:2} x {queries:3} queries, context {context:4}: {least * 1e6:6.0f} us at best;"
+            f" to blocks in order {ratios[0]}, contiguous {ratios[1]}, torch {ratios[2]}"
         )
 
 
