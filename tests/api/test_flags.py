@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
+import time
 from pathlib import Path
 from typing import Any
 
@@ -204,16 +205,27 @@ def test_the_http_servers_own_log_has_its_level(serve: Any) -> None:
         assert logging.getLogger("uvicorn.error").level == logging.ERROR
 
 
+def access_lines(caplog: pytest.LogCaptureFixture, count: int) -> list[Any]:
+    """The lines so far, once there are ``count``: each is written a moment after its answer has gone out."""
+    give_up = time.monotonic() + 30
+    while True:
+        lines = [json.loads(one.message) for one in caplog.records if one.name == "octavo.access"]
+        if len(lines) >= count or time.monotonic() > give_up:
+            return lines
+        time.sleep(0.01)
+
+
 def test_each_request_is_a_line_of_json(fast: Any, serve: Any, caplog: pytest.LogCaptureFixture) -> None:
     body = {**COMPLETION, "prompt": list(range(100, 140)), "n": 2, "temperature": 1, "seed": 1}
     with caplog.at_level("INFO", logger="octavo"):
         fast.post("/v1/completions", body)
+        access_lines(caplog, 1)
         caplog.clear()
         for stream in (False, True):
             fast.post("/v1/completions", {**body, "stream": stream}, headers={"X-Request-Id": "mine"})
         fast.post("/v1/completions", {"model": "other"})
         fast.get("/health")
-        lines = [json.loads(one.message) for one in caplog.records if one.name == "octavo.access"]
+        lines = access_lines(caplog, 3)
         assert len(lines) == 3
         for line in lines[:2]:
             assert (line["request_id"], line["path"], line["status"]) == ("mine", "/v1/completions", 200)
