@@ -227,6 +227,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not any(table for request in group.members for table in request.block_tables)
 
     @invariant()
+    def what_waits_is_counted(self):
+        waiting = self.scheduler.planner.waiting
+        assert waiting.seats == sum(group.seats for group in waiting.groups)
+        assert waiting.swapped == sum(group.seats for group in waiting.groups if group.swapped)
+        assert waiting.tokens == sum(group.tokens_left() for group in waiting.groups)
+
+    @invariant()
     def limits_hold_and_each_queue_is_in_order(self):
         running, waiting = self.scheduler.running, self.scheduler.waiting
         assert sum(group.seats for group in running) <= self.bench.settings.max_num_seqs

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from octavo.core.beam_search import BeamSearch
 from octavo.core.plan import NO_BLOCK, TokenLogprobs
 from octavo.core.request import Request
@@ -65,6 +67,9 @@ class Group:
         self.prompt_logprobs: list[TokenLogprobs] = []
         for request in (*requests, *beams):
             request.group = self
+
+    def get_order(self) -> tuple[int, int]:
+        return self.order
 
     @property
     def lead(self) -> Request:
@@ -139,10 +144,7 @@ class Group:
         return lead.num_prompt_tokens - lead.num_computed_tokens + outputs
 
 
-NO_DRAFTS: list[int] = []  # never written into
-
-
-class Planned:
+class Planned(msgspec.Struct, eq=False):
     """A row of the next step: ``request`` computes its tokens ``start`` .. ``end`` - 1.
 
     ``known`` says that those tokens were known when it was decided: blocks that they fill are findable since
@@ -150,30 +152,16 @@ class Planned:
     sequences that draw from its end, ``owners`` the requests that are lost with it; set when the step begins.
     """
 
-    __slots__ = (
-        "drafted",
-        "drafts",
-        "end",
-        "known",
-        "owners",
-        "propose",
-        "request",
-        "start",
-        "takers",
-        "trusted",
-    )
-
-    def __init__(self, request: Request, start: int, end: int, known: bool) -> None:
-        self.request = request
-        self.start = start
-        self.end = end
-        self.known = known
-        self.drafts = NO_DRAFTS
-        self.propose = 0  # tokens that the draft model shall propose, which has computed those below
-        self.drafted = start
-        self.takers: Sequence[Request] = ()
-        self.owners: Sequence[Request] = ()
-        self.trusted = True  # what it computes may stay findable
+    request: Request
+    start: int
+    end: int
+    known: bool
+    drafts: list[int] = []
+    propose: int = 0  # tokens that the draft model shall propose,
+    drafted: int = -1  # which has computed those below (-1: below ``start``)
+    takers: Sequence[Request] = ()
+    owners: Sequence[Request] = ()
+    trusted: bool = True  # what it computes may stay findable
 
     @property
     def group(self) -> Group:

@@ -25,7 +25,7 @@ class KVCache:
 
     A sequence writes only into blocks that it alone holds and that have no name; ``grow`` and ``admit``
     replace others, and ``take_copies`` tells what has to be copied before the step is run. A block table only
-    ever gets longer: where an entry changes the request gets a new list, so a planned row may keep the old.
+    ever gets longer: where an entry changes the request gets new lists, so a planned row may keep the old.
     """
 
     def __init__(
@@ -206,9 +206,8 @@ class KVCache:
         if new + len(shared) > self.pool.num_free:
             return False
         for group, index in shared:
-            table = request.block_tables[group].copy()
+            table = self._new_table(request, group)
             table[index] = self._copy(table[index])
-            request.block_tables[group] = table
         self._lengthen(request, total)
         request.room = total * self.block_size
         return True
@@ -219,13 +218,19 @@ class KVCache:
             if missing > 0:
                 table += self.pool.allocate(missing)
 
+    def _new_table(self, request: Request, group: int) -> list[int]:
+        """A table to change, in place of the one that planned rows hold."""
+        request.block_tables = [*request.block_tables]
+        request.block_tables[group] = table = request.block_tables[group].copy()
+        return table
+
     def _slide(self, request: Request, position: int) -> None:
         for group in self._sliding:
             table = request.block_tables[group]
             index = self.groups[group].first_kept(position) // self.block_size - 1
             if not 0 <= index < len(table) or table[index] == NO_BLOCK:
                 continue
-            request.block_tables[group] = table = table.copy()
+            table = self._new_table(request, group)
             while index >= 0 and table[index] != NO_BLOCK:
                 self._release([table[index]])
                 table[index] = NO_BLOCK

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import TypeAlias
 
 from octavo.core import preemption
@@ -23,10 +24,13 @@ from octavo.core.budget import QUEUE_TURNS, StepBudget
 from octavo.core.group import Group, Planned
 from octavo.core.kv_cache import KVCache
 from octavo.core.prefill_rate import PrefillRate
+from octavo.core.queue import Queue
 from octavo.core.request import Request
 from octavo.core.settings import SchedulerSettings
 
 RESERVE_SHARE = 100  # one block in so many stays free on admission, for running sequences to grow into
+
+_seats = attrgetter("seats")
 
 Work: TypeAlias = tuple[Group, list[tuple[Request, int]] | None]  # tokens left of members; None: one decodes
 
@@ -42,7 +46,7 @@ class Planner:
     ) -> None:
         self.kv = kv
         self.running: list[Group] = []
-        self.waiting: list[Group] = []
+        self.waiting = Queue()
         self.rows: list[Planned] = []
         self.copy_rate = preemption.CopyRate()
         self.preemptions: dict[preemption.Means, int] = {"recompute": 0, "swap": 0}
@@ -59,7 +63,7 @@ class Planner:
     def enqueue(self, group: Group) -> None:
         """Let a group wait in its place."""
         group.running = False
-        insort(self.waiting, group, key=_order)
+        self.waiting.add(group)
 
     def remove(self, group: Group) -> None:
         """A group is gone; its members hold nothing any more."""
@@ -200,33 +204,33 @@ class Planner:
 
     def _extend(self, budget: StepBudget) -> None:
         """Give what is left over to long prompts, in order, as far as there are blocks."""
-        for row in self.rows:
-            request = row.request
-            left = request.num_tokens - row.end
-            if left <= 0 or request.finished or not budget.left:
-                continue
-            count = budget.rest(left)
-            request.snapshot_due = False  # it goes on in the same step
-            if self.kv.grow(request, row.end + count, row.start):
-                row.end = request.num_computed_tokens = row.end + count
-                self.kv.register(request)
-            else:
-                budget.give(count)
+        for group in self._prefilling:
+            for request in group.active:
+                row = request.planned
+                if row is None or not (count := budget.rest(max(0, request.num_tokens - row.end))):
+                    continue
+                request.snapshot_due = False  # it goes on in the same step
+                if self.kv.grow(request, row.end + count, row.start):
+                    row.end = request.num_computed_tokens = row.end + count
+                    self.kv.register(request)
+                else:
+                    budget.give(count)
 
     # Who enters
 
     def _admit(self, budget: StepBudget, seats: int, early: bool) -> None:
-        while self.waiting and budget.left and self.waiting[0].seats <= seats:
-            group = self.waiting[0]
+        while self.waiting and budget.left and self.waiting.groups[0].seats <= seats:
+            group = self.waiting.groups[0]
             if group.lead.transfer is not None or not self._enter(group, budget):
                 return
             seats -= group.seats
-            del self.waiting[0]
+            self.waiting.remove(group)
             group.running = True
-            insort(self.running, group, key=_order)
+            insort(self.running, group, key=Group.get_order)
             if not group.planned and group.lead.transfer is None:  # all it had is there again
                 left = self._left(group)
                 budget.set_aside(sum(need == 1 for _, need in left))
+                self._prefilling.append(group)
                 self._plan_group(group, left, budget, early)
 
     def _enter(self, group: Group, budget: StepBudget) -> bool:
@@ -318,8 +322,4 @@ class Planner:
 
 def count(groups: Iterable[Group]) -> int:
     """The sequences of groups."""
-    return sum(group.seats for group in groups)
-
-
-def _order(group: Group) -> tuple[int, int]:
-    return group.order
+    return sum(map(_seats, groups))

@@ -203,6 +203,8 @@ class Request:
         "request_id",
         "room",
         "rules",
+        "sample_index",
+        "sampling",
         "scheduled_time",
         "snapshot_due",
         "stop_token_ids",
@@ -226,6 +228,7 @@ class Request:
         assert sampling.max_tokens is not None  # check_request has seen to it
         self.request = request
         self.request_id = request.request_id
+        self.sampling, self.sample_index = sampling, request.sample_index
         self.arrival = arrival
         self.rules = rules
         self.token_ids = list(request.prompt_token_ids)

@@ -64,6 +64,8 @@ class Roster:
                 self._leave(beam, trusted=error is None)
         if not group.members:
             self._planner.remove(group)
+        elif not group.running:
+            self._planner.waiting.recount(group)
         return EngineOutput(
             request_id=request.request_id,
             token_ids=token_ids,

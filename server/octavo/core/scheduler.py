@@ -1,7 +1,8 @@
 """Continuous batching: from requests to the steps that compute them, and from results to outputs.
 
-``octavo.core.planner`` decides which tokens of which sequences a step computes; this file owns the requests,
-makes the plan for the executor from what was decided, and takes in what came of it.
+``octavo.core.planner`` decides which tokens of which sequences a step computes, ``octavo.core.intake`` makes
+outputs of what came of it; this file lets requests in and makes the plan for the executor from what was
+decided.
 
 A step can be decided while the one before it still runs (``prepare``): then the tokens that are being drawn
 are counted but not known. ``schedule`` fills them in, leaves out sequences that have ended meanwhile, and
@@ -11,18 +12,18 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from octavo.core.admission import check_deadline, check_queue
-from octavo.core.beam_search import BeamSearch
-from octavo.core.beam_steps import ending, look_on, new_search
+from octavo.core.beam_steps import new_search
 from octavo.core.block_hash import BlockHasher
 from octavo.core.group import Group, Planned
+from octavo.core.intake import Intake
 from octavo.core.kv_cache import KVCache
 from octavo.core.kv_layout import KVSpec
 from octavo.core.logit_rules import logit_rules
-from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats, FinishReason
-from octavo.core.plan import LogitRules, Row, RowResult, StepPlan, StepResult, TokenLogprobs
+from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats
+from octavo.core.plan import LogitRules, Row, StepPlan, StepResult
 from octavo.core.planner import Planner, count
 from octavo.core.prefill_rate import PrefillRate
 from octavo.core.request import Limits, Request, check_requests
@@ -95,6 +96,7 @@ class Scheduler:
         )
         self.roster = Roster(self.kv, self.planner, clock)
         self._eos = frozenset(eos_token_ids)
+        self.intake = Intake(self.roster, self.planner, self.speculation, self._eos)
         self._clock = clock
         self._arrivals = 0
         self._step = 0
@@ -103,7 +105,7 @@ class Scheduler:
         self._began: list[int] = []  # those that began with the step under way
         self._copied: set[int] = set()  # blocks that are copies made by the step under way
         self._started = 0.0
-        self._prompt_tokens = self._generation_tokens = 0
+        self._prompt_tokens = 0
         self._cache_queries = self._cache_hits = 0
 
     # Requests come and go
@@ -115,9 +117,9 @@ class Scheduler:
         ``QueueFull`` or ``DeadlineExceeded`` (with seconds after which there may be room).
         """
         groups = check_requests(requests, self.limits)
-        seen = set(self.roster.requests)
+        seen: set[str] = set()
         for request in requests:
-            if request.request_id in seen:
+            if request.request_id in seen or request.request_id in self.roster.requests:
                 raise InvalidRequest(f"request_id {request.request_id!r} is in use", param="request_id")
             seen.add(request.request_id)
         now, tokens, rate = self._clock(), self._waiting_tokens(), self.prefill_tokens_per_s
@@ -126,7 +128,7 @@ class Scheduler:
         check_queue(
             max_queue=self.settings.max_queue,
             max_queue_tokens=self.settings.max_queue_tokens,
-            waiting=count(self.planner.waiting),
+            waiting=self.planner.waiting.seats,
             seats=max(0, self.settings.max_num_seqs - count(self.planner.running)),
             tokens=tokens,
             new_tokens=sum(len(group[0].prompt_token_ids) for group in groups),
@@ -193,8 +195,9 @@ class Scheduler:
         rows: list[Row] = []
         planned: list[Planned] = []
         for each in decided:
-            if not each.group.begun and not each.request.finished:
-                self._first_scheduled(each.group)
+            group = each.request.group
+            if not group.begun and not each.request.finished:
+                self._first_scheduled(group)
             if (row := make_row(each, self.settings, self.kv)) is not None:
                 rows.append(row)
                 planned.append(each)
@@ -235,22 +238,7 @@ class Scheduler:
         self._measure(plan, result, now - self._started)
         outputs: list[EngineOutput] = []
         for each, row, drawn in zip(planned, plan.rows, result.rows, strict=True):
-            group, takers = each.group, each.takers
-            each.request.pending = 0
-            group.open_ended = False
-            if drawn.error is not None or len(drawn.token_ids) < len(takers):
-                outputs += self._fail(each, drawn.error or "the step drew no token")
-                continue
-            if drawn.prompt_logprobs is not None:
-                group.keep_prompt_logprobs(row.start, drawn.prompt_logprobs)
-            if not takers:
-                continue
-            if group.search is not None:
-                outputs += self._search_on(each, group.search, drawn, now)
-            elif len(takers) > 1:
-                outputs += self._take_samples(group, takers, drawn, now)
-            elif not each.request.finished:
-                outputs.append(self._take_tokens(each, drawn, now))
+            outputs += self.intake.take(each, row.start, drawn, now)
         for done in result.done:
             if (size := self._transfers.pop(done.id, None)) is not None:  # else it was given up
                 self.planner.copy_rate.measure(size, done.seconds)
@@ -274,7 +262,7 @@ class Scheduler:
         What was decided to follow it starts anew. Returns last outputs; without a step under way, none.
         """
         planned, self._in_flight = self._in_flight or [], None
-        outputs = [output for each in planned for output in self._fail(each, "the step broke off")]
+        outputs = [output for each in planned for output in self.intake.fail(each, "the step broke off")]
         for each in planned:
             if each.request.finished:  # its blocks were free before, and may be named after what was lost
                 size = self.settings.block_size
@@ -297,94 +285,6 @@ class Scheduler:
         self._began = []
         return outputs
 
-    def _fail(self, planned: Planned, error: str) -> list[EngineOutput]:
-        """End those that a row was computed for: its sequence, or all that wait for a shared prompt."""
-        return [
-            self.roster.finish(one, [], "error", error=error) for one in planned.owners if not one.finished
-        ]
-
-    def _take_samples(
-        self, group: Group, takers: Sequence[Request], drawn: RowResult, now: float
-    ) -> Iterable[EngineOutput]:
-        """The prompt's end gave each sample its first token: from here on each has a sequence of its own."""
-        if group.members:
-            self.planner.share_prompt(group)
-        for place, request in enumerate(takers):
-            if not request.finished:
-                logprobs = None if drawn.logprobs is None else drawn.logprobs[place : place + 1]
-                yield self._take(request, drawn.token_ids[place : place + 1], logprobs, now)
-
-    def _take_tokens(self, planned: Planned, drawn: RowResult, now: float) -> EngineOutput:
-        request = planned.request
-        if self.speculation is not None:
-            request.drafts = drawn.drafts
-            if planned.drafts:
-                accepted = len(drawn.token_ids) - 1
-                request.num_computed_tokens += accepted
-                if not planned.propose:
-                    request.unfollowed += accepted
-                self.speculation.judge(request, len(planned.drafts), accepted)
-        return self._take(request, drawn.token_ids, drawn.logprobs, now)
-
-    def _take(
-        self, request: Request, drawn: list[int], logprobs: list[TokenLogprobs] | None, now: float
-    ) -> EngineOutput:
-        taken = 0
-        reason: FinishReason | None = None
-        stop_token: int | None = None
-        while reason is None and taken < len(drawn):
-            request.token_ids.append(drawn[taken])
-            taken += 1
-            reason, stop_token = request.finish_reason(self._eos)
-        self._generation_tokens += taken
-        first = request.first_token_time == 0.0
-        if first:
-            request.first_token_time = now
-        tokens = drawn[:taken]
-        if logprobs is not None:
-            logprobs = logprobs[:taken]
-        prompt_logprobs = request.group.take_prompt_logprobs(request) if first else None
-        if reason is not None:
-            return self.roster.finish(
-                request,
-                tokens,
-                reason,
-                logprobs=logprobs,
-                stop_reason=stop_token,
-                prompt_logprobs=prompt_logprobs,
-            )
-        return EngineOutput(
-            request_id=request.request_id,
-            token_ids=tokens,
-            logprobs=logprobs,
-            num_cached_tokens=request.num_cached_tokens,
-            times=request.times(0.0) if first else None,
-            prompt_logprobs=prompt_logprobs,
-        )
-
-    def _search_on(
-        self, planned: Planned, search: BeamSearch, drawn: RowResult, now: float
-    ) -> list[EngineOutput]:
-        """One beam has its continuations; with the last one the search goes a token on, and perhaps ends."""
-        group = planned.group
-        if not group.members:
-            return []
-        if drawn.logprobs is None:
-            return self._fail(planned, "the step gave no log probabilities")
-        self._generation_tokens += look_on(group, planned.request, drawn.logprobs[0], search, self.kv)
-        if not search.done:
-            return []
-        outputs = []
-        for request, result in zip(group.requests, search.results, strict=False):
-            if not request.finished:
-                request.first_token_time = now
-                outputs.append(self.roster.finish(request, **ending(request, result, search, self._eos)))
-        for request in group.requests:
-            if not request.finished:
-                error = f"the search found {len(search.results)} results: fewer than asked for"
-                outputs.append(self.roster.finish(request, [], "error", error=error))
-        return outputs
-
     # What others may know
 
     @property
@@ -393,7 +293,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Group]:
-        return self.planner.waiting
+        return self.planner.waiting.groups
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -405,19 +305,19 @@ class Scheduler:
         preemptions, speculation = self.planner.preemptions, self.speculation
         return EngineStats(
             running=count(self.running),
-            waiting=count(self.waiting),
+            waiting=self.planner.waiting.seats,
             waiting_tokens=self._waiting_tokens(),
             kv_usage=self.kv.pool.usage,
             cached_blocks=self.kv.pool.num_cached,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             steps=self._step,
             prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
+            generation_tokens=self.intake.generation_tokens,
             prefix_cache_queries=self._cache_queries,
             prefix_cache_hits=self._cache_hits,
             prefix_cache_collisions=self.kv.collisions,
             preemptions=sum(preemptions.values()),
-            swapped=count(group for group in self.waiting if group.swapped),
+            swapped=self.planner.waiting.swapped,
             preemptions_by_swap=preemptions["swap"],
             drafts=speculation.num_drafts if speculation else 0,
             draft_tokens=speculation.num_draft_tokens if speculation else 0,
@@ -431,4 +331,4 @@ class Scheduler:
 
     def _waiting_tokens(self) -> int:
         """Tokens to compute before the last of the queue draws its first: waiting, or of prompts begun."""
-        return sum(group.tokens_left() for group in self.waiting) + self.planner.tokens_under_way()
+        return self.planner.waiting.tokens + self.planner.tokens_under_way()

@@ -13,30 +13,32 @@ def make_row(planned: Planned, settings: SchedulerSettings, kv: KVCache) -> Row 
     """The row, now that all tokens before the step are known. None where its sequence has ended and nothing
     hangs on the row; where others may use the blocks that it fills, it is computed but draws nothing.
     """
-    request, group = planned.request, planned.group
+    request = planned.request
+    group = request.group
     request.planned, group.planned = None, False
     start, end, tokens = planned.start, planned.end, request.token_ids
-    tables = [*request.block_tables]  # a table only grows at its end, or is replaced here
+    tables = request.block_tables  # each only grows at its end, or they are replaced
     if request.finished:
         return Row(request.request_id, tokens[start:end], start, tables) if planned.known else None
-    planned.owners = (request,) if group.shared and group.search is None else group.requests
+    single = group.shared and group.search is None  # it has a sequence of its own to go on with
+    planned.owners = (request,) if single else group.requests
     if not planned.known and end % settings.block_size == 0:
         kv.register(request)
     samples: list[SampleSpec] = []
     if end == len(tokens):
-        if group.search is not None:
+        if single:
+            planned.takers, samples = planned.owners, [_spec(request, end)]
+        elif group.search is not None:
             width = min(group.search.width, settings.vocab_size)
             planned.takers, samples = (request,), [_beam_spec(request, end, width)]
-        elif group.shared:
-            planned.takers, samples = (request,), [_spec(request, end)]
         else:
             planned.takers = tuple(group.members)
             samples = [_spec(taker, end) for taker in planned.takers]
-        if group.search is None and group.shared and not planned.drafts:
+        if single and not planned.drafts:
             request.pending = 1
         else:
             group.open_ended = True
-    prompt_logprobs = request.request.sampling.prompt_logprobs
+    prompt_logprobs = request.sampling.prompt_logprobs
     if prompt_logprobs is not None and len(group.prompt_logprobs) >= group.num_scored:
         prompt_logprobs = None
     needs_history = request.rules is not None or prompt_logprobs is not None or settings.draft_model
@@ -55,13 +57,13 @@ def make_row(planned: Planned, settings: SchedulerSettings, kv: KVCache) -> Row 
 
 
 def _spec(request: Request, position: int) -> SampleSpec:
-    sampling = request.request.sampling
+    sampling = request.sampling
     return SampleSpec(
         sampling.temperature,
         sampling.top_k,
         sampling.top_p,
         sampling.seed,  # type: ignore[arg-type]  # check_request has seen to it
-        request.request.sample_index,
+        request.sample_index,
         position,
         sampling.logprobs,
         sampling.min_p,
@@ -71,4 +73,4 @@ def _spec(request: Request, position: int) -> SampleSpec:
 
 def _beam_spec(request: Request, position: int, width: int) -> SampleSpec:
     """Nothing is drawn of a beam: its ``width`` likeliest continuations are looked at."""
-    return SampleSpec(0.0, 0, 1.0, request.request.sampling.seed, 0, position, width)  # type: ignore[arg-type]
+    return SampleSpec(0.0, 0, 1.0, request.sampling.seed, 0, position, width)  # type: ignore[arg-type]
