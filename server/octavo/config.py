@@ -173,7 +173,9 @@ class EngineConfig:
     max_num_seqs: int = _setting(256, "sequences in one step", low=1)
     max_num_batched_tokens: int = _setting(2048, "tokens in one step", low=1)
     scheduling_policy: str = _setting(
-        "fcfs", "who is served first: by arrival, or by the requests' own priority", choices=POLICIES
+        "fcfs",
+        "who enters first, and gives way last when blocks run out: by arrival, or by the requests' priority",
+        choices=POLICIES,
     )
     long_prefill_token_threshold: int = _setting(
         0, "a prompt with more tokens left shares a step with others; 0: a quarter of a step", low=0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.token_model import TokenModel, extend
-from hypothesis import event, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -57,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self, make_bench):
         super().__init__()
         self.make_bench = make_bench
+        self.checks_shares = False
 
     @initialize(
         num_blocks=st.integers(4, 40),
@@ -77,7 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(
         self, num_blocks, block_size, max_num_seqs, budget, chunked, caching, specs, max_queue, policy, mode,
-        host, offload, drafts, threshold, transfer_steps,
+        host, offload, drafts, threshold, transfer_steps, max_model_len=60,
     ):  # fmt: skip
         self.bench = self.make_bench(
             num_blocks=num_blocks,
@@ -87,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             host=host,
             offload=offload,
             make_proposer=Guesser,
-            max_model_len=max(2, 60 if chunked else budget),
+            max_model_len=max(2, max_model_len if chunked else budget),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max(2, budget),
             max_queue=max_queue,
@@ -100,8 +101,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.bench.executor.transfer_steps = transfer_steps
         self.scheduler = self.bench.scheduler
+        self.blocks_ran_out, kv = False, self.scheduler.kv
+        kv.grow, kv.admit = self.watched(kv.grow), self.watched(kv.admit)
         self.wanted: dict[str, tuple[list[int], dict]] = {}
         self.count = 0
+
+    def watched(self, give_blocks):
+        def watched(*args):
+            given = give_blocks(*args)
+            self.blocks_ran_out |= not given
+            return given
+
+        return watched
 
     @rule(requests=st.lists(REQUEST, min_size=1, max_size=4))
     def add(self, requests):
@@ -146,13 +157,51 @@ class SchedulerMachine(RuleBasedStateMachine):
             head = self.scheduler.running[0] if self.scheduler.running else None
             decided = self.scheduler.planner.rows or self.scheduler.kv.host.num_transfers
             before = self.progress(head)
-            any_left = bool(self.scheduler.roster.requests)
-            assert self.bench.step(self.scheduler.prepare if prepare else lambda: None) or not any_left
+            prompts, queue = self.prompts_under_way() if self.checks_shares else (None, 0)
+            stepped = self.bench.step(self.scheduler.prepare if prepare else lambda: None)
+            assert stepped or not self.scheduler.has_requests, "requests are left but nothing is planned"
+            if prompts is not None and not self.blocks_ran_out and stepped:
+                self.check_shares(prompts, queue)
             waits = not self.bench.executor.plans or not self.bench.executor.plans[-1].rows
             if head in self.scheduler.running[:1] and not (
                 prepare or decided or waits or self.scheduler.kv.host.num_transfers
             ):
                 assert self.progress(head) > before, "the first in order always progresses"
+
+    def prompts_under_way(self):
+        """Who could compute several tokens now, with how many: of the running, and the first that waits if
+        there are seats for it. And how many wait. None where that is only seen when the step is decided.
+        """
+        running, waiting, self.blocks_ran_out = self.scheduler.running, self.scheduler.waiting, False
+        if any(group.unshared_prompt_is_computed for group in running):
+            return None, 0
+        left = [
+            (request, group.tokens_to_plan(request))
+            for group in running
+            for request in group.active
+            if request.transfer is None
+        ]
+        seats = self.bench.settings.max_num_seqs - sum(group.seats for group in running)
+        for group in waiting[:1]:
+            if group.seats <= seats and not group.swapped:
+                left.append((group.lead, group.tokens_to_plan(group.lead)))
+        return [(request, need) for request, need in left if need > 1], len(waiting)
+
+    def check_shares(self, prompts, queue):
+        """Each prompt got all it needed or its share, less what short ones before it took."""
+        settings = self.bench.settings
+        rows = {row.request_id: row for row in self.bench.executor.plans[-1].rows}
+        names = {request.request_id for request, _ in prompts}
+        decodes = sum(len(row.token_ids) == 1 and name not in names for name, row in rows.items())
+        share = (settings.max_num_batched_tokens - decodes) // (len(prompts) + min(2, queue) or 1)
+        for request, need in prompts if settings.enable_chunked_prefill else ():
+            if request.finished or request.transfer is not None:
+                continue
+            row = rows.get(request.request_id)
+            if request.scheduled_time == self.scheduler._started:
+                need -= request.num_cached_tokens
+            assert (len(row.token_ids) if row else 0) >= min(need, share)
+            share -= need if need <= self.scheduler.planner.threshold else 0
 
     @staticmethod
     def progress(group):
@@ -283,3 +332,30 @@ def test_random_workloads_give_each_request_what_it_gives_alone(bench):
         lambda: SchedulerMachine(bench),
         settings=settings(max_examples=150, stateful_step_count=40, deadline=None),
     )
+
+
+def test_whoever_is_before_it_a_prompt_gets_its_share_of_each_step(bench):
+    @settings(max_examples=60, deadline=None)
+    @given(
+        lengths=st.lists(st.integers(1, 80), min_size=2, max_size=6),
+        decodes=st.integers(0, 2),
+        budget=st.integers(4, 40),
+        threshold=st.sampled_from([0, 1, 5]),
+    )
+    def run(lengths, decodes, budget, threshold):
+        machine = SchedulerMachine(bench)
+        machine.start(
+            num_blocks=300, block_size=4, max_num_seqs=8, budget=budget, chunked=True, caching=False,
+            specs=[FULL], max_queue=12, policy="fcfs", mode="auto", host=0, offload=False, drafts=0,
+            threshold=threshold, transfer_steps=0, max_model_len=200,
+        )  # fmt: skip
+        machine.checks_shares = True
+        for i in range(decodes):
+            machine.bench.add(f"decodes {i}", [i], max_tokens=30, ignore_eos=True)
+            machine.step(1, False)
+        for i, length in enumerate(lengths):
+            machine.bench.add(f"prompt {i}", [i + 9] * length, max_tokens=3)
+        while machine.scheduler.has_requests:
+            machine.step(1, False)
+
+    run()

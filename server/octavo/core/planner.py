@@ -54,7 +54,7 @@ class Planner:
         self._settings = settings
         self._rate = rate
         self._reserve = kv.pool.num_blocks // RESERVE_SHARE
-        self._threshold = settings.long_prefill_token_threshold or settings.max_num_batched_tokens // 4
+        self.threshold = settings.long_prefill_token_threshold or settings.max_num_batched_tokens // 4
         self._prefilling: list[Group] = []  # running groups with a prompt under way
         self._preempted = False
 
@@ -103,7 +103,7 @@ class Planner:
             settings.max_num_batched_tokens - sum(row.end - row.start for row in self.rows),
             decodes,
             prefills + min(QUEUE_TURNS, len(self.waiting), max(0, seats)),
-            self._threshold,
+            self.threshold,
             settings.enable_chunked_prefill,
         )
         self._preempted = False
