@@ -45,12 +45,13 @@ def core():
 
 def test_requests_added_together_are_taken_all_or_none(core, request_of):
     engine = core(max_queue=1, max_num_seqs=1)
-    with pytest.raises(QueueFull):
-        engine.add([request_of(name) for name in "abc"])
-    assert not engine.has_work
     with pytest.raises(ContextLengthExceeded):
         engine.add([request_of("a"), request_of("b", prompt=[1] * 400)])
     assert not engine.has_work and engine.step() == []
+    engine.add([request_of("a"), request_of("b")])
+    with pytest.raises(QueueFull):
+        engine.add([request_of(name) for name in "cd"])
+    assert engine.stats().waiting == 2
 
 
 def test_an_aborted_request_gives_its_last_output_with_the_next_step(core, request_of):
