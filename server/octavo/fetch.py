@@ -263,20 +263,19 @@ def _hub(uri: str, rest: str, dest: Path | None, say: Progress) -> Path:
 
 def progress_lines(name: str, say: Progress) -> type[Any]:
     """A progress bar for the hub's client that says a line every few seconds, in logs as on screens."""
-    from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+    from tqdm import tqdm
 
-    class Lines(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
+    class Lines(tqdm):  # type: ignore[type-arg]  # generic to the type checker alone
         said_at = 0.0  # shared by all bars of one download
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
 
-        def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
             now = time.monotonic()
             if self.unit == "B" and self.n and now - Lines.said_at >= PROGRESS_S:
                 Lines.said_at = now
                 say(f"{name}: {self.n / 1e6:.0f} of {(self.total or 0) / 1e6:.0f} MB")
-            return True
 
     return Lines
 
