@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.util
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from octavo.engine.core import EngineCore
 from octavo.gguf_file import GGUFFile
 from octavo.worker.executor import LocalExecutor, build_executor
 
+ENGINES_KEPT = 4
 TIE = 1e-4  # logits closer than this: either token is right (contracts, "Authority")
 
 BASE: dict[str, Any] = {
@@ -215,18 +217,25 @@ class Engine:
         return runner.model.logits(hidden[-last:], None)
 
 
-@pytest.fixture(scope="session")
-def engine_of() -> Callable[..., Engine]:
-    """``engine_of(path, kv_cache_memory_bytes=...)``: built once for equal settings."""
+@pytest.fixture(scope="module")
+def engine_of() -> Iterator[Callable[..., Engine]]:
+    """``engine_of(path, kv_cache_memory_bytes=...)``; the last ones are given again for equal settings."""
     built: dict[str, Engine] = {}
 
     def build(path: Path, **settings: Any) -> Engine:
         key = f"{path} {sorted(settings.items())}"
-        if key not in built:
-            built[key] = Engine(path, **settings)
-        return built[key]
+        engine = built.pop(key, None)
+        if engine is None:
+            for oldest in list(built)[: max(0, len(built) + 1 - ENGINES_KEPT)]:
+                del built[oldest]
+            gc.collect()  # an engine lies in cycles, and real models are large
+            engine = Engine(path, **settings)
+        built[key] = engine
+        return engine
 
-    return build
+    yield build
+    built.clear()
+    gc.collect()
 
 
 def tokens_of(outputs: Sequence[EngineOutput]) -> list[int]:
