@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,14 +13,14 @@ from starlette.responses import Response
 
 from octavo.api.answers import ChatAnswer, CompletionAnswer
 from octavo.api.generation import Generation
+from octavo.api.owner import answered, cached_tokens_comment, owned
 from octavo.api.probes import READ, json_response
 from octavo.api.requests import ParsedRequest, parse_request
 from octavo.api.service import Service
-from octavo.api.sse import ClientGone, EventStream, event, unless_gone
+from octavo.api.sse import EventStream, event, unless_gone
 from octavo.errors import InvalidRequest
 
 Answer = ChatAnswer | CompletionAnswer
-CLIENT_CLOSED = 499  # nginx's status for a client that left; nobody reads it
 
 
 def openai_routes(service: Service) -> APIRouter:
@@ -70,26 +69,23 @@ async def _complete(
     answer = kind(parsed, name, int(time.time()))
     generation = request.state.generation = parsed.generation()
     answer.prompt_logprobs = generation.prompt_logprobs
-    try:
-        if parsed.stream:
-            await unless_gone(request, generation.start(answer_first=True))
-            for_router = "x-octavo-router" in request.headers
-            events = _events(generation, answer, parsed, for_router)
-            return EventStream(events, generation.close)
-        return json_response(await unless_gone(request, _whole(generation, answer)))
-    except InvalidRequest as error:
-        await generation.close()
-        raise parsed.as_asked(error) from error
-    except ClientGone:
-        await generation.close()
-        return Response(status_code=CLIENT_CLOSED)
-    except BaseException:
-        await generation.close()
-        raise
+
+    async def begin() -> Response:
+        try:
+            if parsed.stream:
+                await unless_gone(request, generation.start(answer_first=True))
+                for_router = "x-octavo-router" in request.headers
+                events = _events(generation, answer, parsed, for_router)
+                return EventStream(events, generation.close)
+            return json_response(await unless_gone(request, _whole(generation, answer)))
+        except InvalidRequest as error:
+            raise parsed.as_asked(error) from error
+
+    return await answered(generation, begin())
 
 
 async def _whole(generation: Generation, answer: Answer) -> dict[str, Any]:
-    async with _owned(generation):
+    async with owned(generation):
         await generation.start(answer_first=False)
         async for delta in generation.deltas():
             answer.add(delta)
@@ -99,11 +95,8 @@ async def _whole(generation: Generation, answer: Answer) -> dict[str, Any]:
 async def _events(
     generation: Generation, answer: Answer, parsed: ParsedRequest, for_router: bool
 ) -> AsyncGenerator[bytes, None]:
-    """The first chunks at once, then one for each step that shows something, usage if asked for.
-
-    A router is told in a comment how many tokens the cache held: it learns from that, and clients skip it.
-    """
-    async with _owned(generation):
+    """The first chunks at once, then one for each step that shows something, usage if asked for."""
+    async with owned(generation):
         for chunk in answer.first_chunks():
             yield event(chunk)
         async for delta in generation.deltas():
@@ -112,12 +105,4 @@ async def _events(
         if parsed.include_usage:
             yield event(answer.usage_chunk(generation.usage()))
         if for_router:
-            yield b": cached_tokens %d\n\n" % generation.cached_tokens
-
-
-@contextlib.asynccontextmanager
-async def _owned(generation: Generation) -> AsyncIterator[None]:
-    try:
-        yield
-    finally:
-        await generation.close()
+            yield cached_tokens_comment(generation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -12,14 +12,13 @@ from starlette.responses import Response
 from octavo.api.body import parse_object, read_body
 from octavo.api.fields import CHAT_FIELDS
 from octavo.api.generation import Delta, Generation
+from octavo.api.owner import answered, cached_tokens_comment, owned
 from octavo.api.probes import json_response
 from octavo.api.requests import ParsedRequest, off_loop
 from octavo.api.service import Service
-from octavo.api.sse import ClientGone, EventStream, named_event, unless_gone
+from octavo.api.sse import EventStream, named_event, unless_gone
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.prompt.dialect import Dialect, unsupported
-
-CLIENT_CLOSED = 499  # nginx's status for a client that left; nobody reads it
 
 
 class Answer(Protocol):
@@ -91,7 +90,8 @@ async def respond(
 ) -> Response:
     """Run it. ``done`` is called with the answer whole, or failed after its stream had begun."""
     generation = request.state.generation = parsed.generation()
-    try:
+
+    async def begin() -> Response:
         with asked.named():
             if parsed.stream:
                 await unless_gone(request, generation.start(answer_first=True))
@@ -100,17 +100,13 @@ async def respond(
             await unless_gone(request, run(generation, answer))
             done()
             return json_response(answer.whole())
-    except ClientGone:
-        await generation.close()
-        return Response(status_code=CLIENT_CLOSED)
-    except BaseException:
-        await generation.close()
-        raise
+
+    return await answered(generation, begin())
 
 
 async def run(generation: Generation, answer: Answer, started: bool = False) -> None:
     """From start to end without a stream."""
-    async with _owned(generation):
+    async with owned(generation):
         if not started:
             await generation.start(answer_first=False)
         for _ in answer.first():
@@ -125,8 +121,7 @@ async def run(generation: Generation, answer: Answer, started: bool = False) -> 
 async def _events(
     generation: Generation, answer: Answer, for_router: bool, done: Callable[[], None]
 ) -> AsyncGenerator[bytes, None]:
-    """A router is told in a comment how many tokens the cache held."""
-    async with _owned(generation):
+    async with owned(generation):
         for event in answer.first():
             yield named_event(event)
         async for delta in generation.deltas():
@@ -136,18 +131,10 @@ async def _events(
         done()
         yield shown
         if for_router:
-            yield b": cached_tokens %d\n\n" % generation.cached_tokens
+            yield cached_tokens_comment(generation)
 
 
 def _failed(answer: Answer, error: OctavoError, done: Callable[[], None]) -> bytes:
     event = named_event(answer.failed(error))
     done()
     return event
-
-
-@contextlib.asynccontextmanager
-async def _owned(generation: Generation) -> AsyncIterator[None]:
-    try:
-        yield
-    finally:
-        await generation.close()

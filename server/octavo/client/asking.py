@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, TextIO
 
+from octavo import values
 from octavo.client.endpoint import Endpoint, EndpointError
 from octavo.errors import ConfigError
 
@@ -42,13 +42,11 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def json_object(text: str) -> dict[str, Any]:
+    """What ``--extra-body`` holds."""
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"extra-body is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"extra-body is {text!r}: it must be a JSON object")
-    return value
+        return values.json_object(text)
+    except ConfigError as error:
+        raise ConfigError(f"extra-body: {error.message}") from error
 
 
 class Answer:
