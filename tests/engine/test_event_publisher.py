@@ -91,6 +91,9 @@ def test_who_subscribes_is_shown_the_last_batch(publisher, connect):
     events = publisher()
     events.publish(["first"])
     events.publish(["last"])
+    dealer = connect(zmq.DEALER, events.replay_at)
+    while len(replay(dealer, 0)) < 2:  # both have left the queue
+        pass
     for _ in range(2):
         _, frame, payload = connect(zmq.SUB, events.publish_at).recv_multipart()
         assert (number(frame), msgspec.msgpack.decode(payload)[1]) == (1, ["last"])
