@@ -136,6 +136,16 @@ class LLM:
         """Forget every cached prefix."""
         self.engine.admin("reset_prefix_cache")
 
+    def sleep(self, level: int = 1) -> None:
+        """Give back the memory of the KV cache, at level 2 of the weights too, until ``wake_up``."""
+        if level not in (1, 2):
+            raise InvalidRequest(f"level is {level!r:.100}: it must be 1 or 2", param="level")
+        self.engine.admin("sleep", level=level)
+
+    def wake_up(self, tags: Sequence[str] = ()) -> None:
+        """Bring all back; with ``tags`` these parts ("weights", "kv_cache"). Raises ``ModelLoadError``."""
+        self.engine.admin("wake_up", tags=tags)
+
     def _prompt(self, prompt: Any, index: int) -> tuple[str | None, list[int]]:
         try:
             if isinstance(prompt, Mapping):

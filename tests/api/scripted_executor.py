@@ -39,6 +39,7 @@ class ScriptedExecutor:
             eos_token_ids=[EOS],
             kv={"groups": [{"kind": "full"}]},
         )
+        self.asleep = set()
         self.fails_at = -1
         self.told = {FAIL_ROW, DIE}  # the first tokens that are heeded
         self._pace_s = pace_s
@@ -52,7 +53,18 @@ class ScriptedExecutor:
             built.set_result(None)
         return built
 
+    def sleep(self, level):
+        self.asleep = {"weights", "kv_cache"} if level > 1 else {"kv_cache"}
+
+    def load_weights(self):
+        self.asleep.discard("weights")
+
+    def make_cache(self):
+        assert self.asleep == {"kv_cache"}
+        self.asleep.clear()
+
     def execute(self, plan):
+        assert not self.asleep
         self._pace.wait(self._pace_s)
         return StepResult(plan.step, [self._row(row) for row in plan.rows])
 

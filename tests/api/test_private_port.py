@@ -108,6 +108,7 @@ def test_the_private_port_wants_its_secret(serve: Any, monkeypatch: pytest.Monke
         for method, path in (
             ("GET", "/server_info"), ("GET", "/load"), ("GET", "/prompt_assets"), ("POST", "/drain"),
             ("GET", "/kv/snapshot"), ("POST", "/pause"), ("POST", "/resume"), ("POST", "/abort_requests"),
+            ("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping"),
             ("POST", "/reset_prefix_cache"), ("POST", "/internal/generate"), ("GET", "/health"),
         ):  # fmt: skip
             for sent in ({}, {"Authorization": "Bearer public"}):

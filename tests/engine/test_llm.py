@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import msgspec
 import pytest
@@ -13,7 +14,14 @@ torch = pytest.importorskip("torch")
 tokenizers = pytest.importorskip("tokenizers")
 
 from octavo import LLM, SamplingParams, StructuredOutputs  # noqa: E402  # after what it needs is known to be there
-from octavo.errors import ConfigError, ContextLengthExceeded, InvalidRequest  # noqa: E402
+from octavo.core.outputs import EngineRequest  # noqa: E402
+from octavo.errors import (  # noqa: E402
+    ConfigError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    ModelLoadError,
+    Unavailable,
+)
 
 HIDDEN, HEADS, KV_HEADS, MIDDLE, LAYERS = 32, 4, 2, 48, 2
 TEMPLATE = (
@@ -227,10 +235,63 @@ def test_rules_and_forms_hold_through_preemption_and_drafts(llm, drafts):
     assert all(re.fullmatch("(ab|ba){10,20}!", s.text) for o in together[1::2] for s in o.outputs)
 
 
-def small(llm, drafts):
+def small(llm, drafts=None, **more):
     """The same model with a cache for hardly more than one of its longest requests."""
     settings = {"dtype": "float32", "max_model_len": 112, "kv_cache_memory_bytes": "64Ki", "max_num_seqs": 6}
-    return LLM(llm.config.model, **settings, **({"speculative_config": drafts} if drafts else {}))
+    return LLM(llm.config.model, **settings, **({"speculative_config": drafts} if drafts else {}), **more)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_ends_what_runs_amid_swaps_and_copies_and_the_same_tokens_come_after(
+    llm, level, async_scheduling
+):
+    prompts = [f"prompt {i} ab ba ab ba" for i in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, seed=0)
+    before = llm.generate(prompts, params, use_tqdm=False)
+    tight = small(llm, kv_offloading_gib=0.01, preemption_mode="swap", async_scheduling=async_scheduling)
+    core = tight.engine
+    requests = [
+        EngineRequest(request_id=f"r{i}", prompt_token_ids=one.prompt_token_ids, sampling=params)
+        for i, one in enumerate(before)
+    ]
+    core.add(requests)
+    outputs = []
+    while not core.stats().preemptions_by_swap:
+        outputs += core.step()
+    tight.sleep(level)
+    while core.has_work:
+        outputs += core.step()
+    ended = {one.request_id: one.finish_reason for one in outputs if one.finish_reason}
+    assert ended.keys() == {one.request_id for one in requests} and "abort" in ended.values()
+    stats = core.stats()
+    assert (stats.kv_usage, stats.cached_blocks, stats.host_usage, stats.running) == (0, 0, 0, 0)
+    with pytest.raises(Unavailable, match="woken up"):
+        tight.generate("one", use_tqdm=False)
+    tight.wake_up(["weights"])
+    with pytest.raises(Unavailable, match="woken up"):
+        tight.generate("one", use_tqdm=False)
+    tight.wake_up()
+    after = tight.generate(prompts, params, use_tqdm=False)
+    assert [one.outputs[0].token_ids for one in after] == [one.outputs[0].token_ids for one in before]
+
+
+def test_weights_that_are_gone_leave_the_engine_asleep_until_they_are_back(llm, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(llm.config.model, folder)
+    other = LLM(str(folder), dtype="float32", max_model_len=128, kv_cache_memory_bytes="1Mi")
+    other.sleep(2)
+    (folder / "model.safetensors").rename(tmp_path / "away")
+    with pytest.raises(ModelLoadError):
+        other.wake_up()
+    with pytest.raises(Unavailable, match="woken up"):
+        other.generate("one", use_tqdm=False)
+    (tmp_path / "away").rename(folder / "model.safetensors")
+    other.wake_up()
+    (one,), (same,) = (each.generate("one", GREEDY, use_tqdm=False) for each in (other, llm))
+    assert one.outputs[0].token_ids == same.outputs[0].token_ids
+    with pytest.raises(InvalidRequest, match="level is 3"):
+        other.sleep(3)
 
 
 def test_a_form_that_cannot_be_held_to_is_refused_before_anything_runs(llm):

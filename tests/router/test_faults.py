@@ -242,7 +242,7 @@ def test_requests_that_wait_at_an_engine_that_says_it_is_stuck_go_elsewhere(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("state", ["loading", "warming", "draining", "paused", "stalled", "dead"])
+@pytest.mark.parametrize("state", ["loading", "warming", "draining", "paused", "sleeping", "stalled", "dead"])
 def test_only_ready_engines_get_work(tmp_path: Path, state: str) -> None:
     async def main() -> None:
         async with serving(tmp_path, engines(2)) as site:

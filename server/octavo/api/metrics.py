@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,10 +12,8 @@ from prometheus_client.registry import Collector
 
 from octavo.core.outputs import EngineRequest, EngineStats, FinishReason, RequestTimes
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.client import EngineClient, EngineState
 from octavo.engine.messages import Outputs, Ready
-
-if TYPE_CHECKING:
-    from octavo.engine.client import EngineClient
 
 _TTFT = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
@@ -28,7 +26,7 @@ _REQUEST = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
 _ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_STATES = ("loading", "warming", "ready", "draining", "paused", "stalled", "dead")
+_STATES = get_args(EngineState)
 
 
 def _lengths(longest: int) -> tuple[int, ...]:

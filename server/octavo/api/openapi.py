@@ -7,7 +7,7 @@ routes and to the fields, and drive the server with what it allows and forbids.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from fastapi import APIRouter
@@ -19,6 +19,7 @@ from octavo.api.fields import CHAT_FIELDS, COMPLETION_FIELDS, MAX_STOP_STRINGS, 
 from octavo.api.probes import READ
 from octavo.config import EngineConfig
 from octavo.core.sampling_params import MAX_BAD_WORDS, MAX_N
+from octavo.engine.client import EngineState
 
 Schema = dict[str, Any]
 MAX_TOKEN_ID = 2**31 - 1
@@ -29,7 +30,7 @@ ERRORS = {
     "413": "The body is too large.",
     "415": "The body is not said to be JSON.",
     "429": "The queue is full, or the deadline cannot be met.",
-    "503": "Starting, draining, or the engine is dead.",
+    "503": "Starting, draining, paused, asleep, or the engine is dead.",
 }
 
 
@@ -314,7 +315,7 @@ _SCHEMAS: dict[str, Schema] = {
     "Tokenizer": {"type": "object", "properties": {"chat_template": {"type": ["string", "null"]}}},
     "State": _object(
         {
-            "state": {"enum": ["loading", "warming", "ready", "draining", "paused", "stalled", "dead"]},
+            "state": {"enum": list(get_args(EngineState))},
             "stage": _TEXT,
             "detail": _TEXT,
             "stages": _list(_list(_TEXT)),

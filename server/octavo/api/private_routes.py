@@ -20,7 +20,7 @@ from octavo.api.body import parse_object, read_body
 from octavo.api.errors import InternalFault
 from octavo.api.fields import Fields, wrong
 from octavo.api.generation import ANSWER_WITHIN_S, Generation
-from octavo.api.probes import json_response
+from octavo.api.probes import READ, json_response
 from octavo.api.service import Service
 from octavo.api.sse import EventStream, event
 from octavo.core.outputs import EngineOutput, EngineRequest
@@ -98,6 +98,31 @@ def private_routes(service: Service, drain: Callable[[], None]) -> APIRouter:
         if service.engine.state == "paused":
             await service.engine.resume()
         return json_response(service.describe())
+
+    @routes.post("/sleep")
+    async def sleep(level: str = "1", mode: str = "abort") -> Response:
+        """Give back the memory of the KV cache, at level 2 of the weights too; requests are ended, or awaited
+        first (``mode`` wait).
+        """
+        if level not in ("1", "2"):
+            raise wrong("level", level, "1 or 2")
+        if mode not in ("abort", "wait"):
+            raise wrong("mode", mode, "abort or wait: no request keeps its place, for its KV blocks are gone")
+        if service.engine.state not in ("paused", "sleeping"):
+            service.require_ready()
+        await service.engine.sleep(int(level), wait=mode == "wait")
+        return json_response(service.describe())
+
+    @routes.post("/wake_up")
+    async def wake_up(request: Request) -> Response:
+        """Bring all back; with ``tags`` these parts (weights, kv_cache), and requests once both are there."""
+        if service.engine.state == "sleeping":
+            await service.engine.wake_up(request.query_params.getlist("tags"))
+        return json_response(service.describe())
+
+    @routes.api_route("/is_sleeping", methods=READ)
+    async def is_sleeping() -> Response:
+        return json_response({"is_sleeping": service.engine.asleep})
 
     @routes.post("/abort_requests")
     async def abort_requests(request: Request) -> Response:

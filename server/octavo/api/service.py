@@ -20,7 +20,7 @@ from octavo.config import EngineConfig
 from octavo.core.generation_config import not_applied, sampling_defaults
 from octavo.core.sampling_params import StructuredOutputs
 from octavo.engine.client import EngineClient
-from octavo.engine.messages import Ready
+from octavo.engine.messages import ASLEEP, Ready
 from octavo.errors import ModelNotFound, OctavoError, Unavailable
 from octavo.fetch import fetch
 from octavo.prompt.assets import PromptAssets, load_assets
@@ -59,7 +59,7 @@ class Service:
 
     @property
     def state(self) -> str:
-        """loading, warming, ready, draining, paused, stalled or dead."""
+        """One of ``EngineState``."""
         if self.failure is not None:
             return "dead"
         state: str = self.engine.state
@@ -104,6 +104,8 @@ class Service:
             raise _unavailable(f"the engine is dead: {self.failure.message}")
         if self.engine.state == "paused":
             raise _unavailable("the engine is paused: it takes no requests until it is resumed")
+        if self.engine.state == "sleeping":
+            raise _unavailable(ASLEEP)
         if self.renderer is None or self.engine.info is None:
             raise _unavailable(f"the server is starting: {self.stage[0]}")
         return self.renderer, self.engine.info

@@ -172,6 +172,11 @@ class Scheduler:
         return self.roster.expire()
 
     @property
+    def request_ids(self) -> list[str]:
+        """Those that have not ended."""
+        return list(self.roster.requests)
+
+    @property
     def has_requests(self) -> bool:
         """Whether ``schedule`` may have something to run: requests, or what those that ended have left."""
         return bool(self.roster.requests or self.planner.rows or self.kv.host.num_transfers)

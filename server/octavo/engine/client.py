@@ -30,7 +30,7 @@ from octavo.engine import messages
 from octavo.engine.stream import OutputStream
 from octavo.errors import InvalidRequest, OctavoError, Unavailable
 
-EngineState = Literal["loading", "warming", "ready", "draining", "paused", "stalled", "dead"]
+EngineState = Literal["loading", "warming", "ready", "draining", "paused", "sleeping", "stalled", "dead"]
 DEFAULT_EXECUTOR = "octavo.worker.executor:build_executor"
 STALL_S = 10.0  # silence after which a ready engine counts as stalled; its heartbeat comes every 0.5 s
 END_STALLED_S = (
@@ -48,10 +48,11 @@ _log = logging.getLogger("octavo.engine")
 class EngineClient:
     """One engine process and the requests it was given. Belongs to one event loop.
 
-    ``state`` is one of loading, warming, ready, draining, paused, stalled, dead; ``stage`` and ``detail`` say
-    what a starting engine does, ``stages`` all that it has done since its start; ``error`` why it died;
-    ``info`` what it is, once ready; ``stats`` its load after the last step. ``listeners`` are called with
-    each ``Outputs`` message, the empty ones of an idle engine too.
+    ``state`` is one of loading, warming, ready, draining, paused, sleeping, stalled, dead; ``stage`` and
+    ``detail`` say what a starting engine does, ``stages`` all that it has done since its start; ``error`` why
+    it died; ``info`` what it is, once ready; ``stats`` its load after the last step; ``asleep`` whether its
+    memory is given back. ``listeners`` are called with each ``Outputs`` message, the empty ones of an idle
+    engine too.
     """
 
     def __init__(self, *, stall_s: float = STALL_S, end_stalled_s: float = END_STALLED_S) -> None:
@@ -66,6 +67,8 @@ class EngineClient:
         self._failure: OctavoError | None = None
         self._draining = False
         self._paused = False
+        self._sleeping = False  # from the call on
+        self.asleep = False  # from its answer on
         self._refusing = False
         self._stall_s = stall_s
         self._end_stalled_s = end_stalled_s
@@ -147,6 +150,8 @@ class EngineClient:
     def state(self) -> EngineState:
         if self._state != "ready":
             return self._state
+        if self._sleeping:
+            return "sleeping"
         return "draining" if self._draining else "paused" if self._paused else "ready"
 
     @property
@@ -186,12 +191,12 @@ class EngineClient:
         if ids := [name for name in request_ids if name in self._streams]:
             self._send(messages.AbortRequests(ids))
 
-    async def admin(self, method: str) -> Any:
+    async def admin(self, method: str, **arguments: Any) -> Any:
         """Call an admin method of the engine (``reset_prefix_cache``); ``InvalidRequest`` if it has none."""
         self._require_ready()
         call_id = next(self._call_ids)
         self._calls[call_id] = future = self._loop.create_future()
-        self._send(messages.AdminCall(call_id, method))
+        self._send(messages.AdminCall(call_id, method, arguments))
         try:
             return await future
         finally:
@@ -209,6 +214,27 @@ class EngineClient:
         """Go on after ``pause``."""
         await self.admin("resume")
         self._paused = False
+        self._notify()
+
+    async def sleep(self, level: int, *, wait: bool) -> None:
+        """Give back the memory of the KV cache, and of level 2 on of the weights, until ``wake_up``.
+
+        Requests are ended; with ``wait`` they may end by themselves first.
+        """
+        self._sleeping = True
+        self._notify()
+        while wait and self._sleeping and self._streams:
+            await self.changed()
+        if self._sleeping:  # nobody has woken it meanwhile
+            await self.admin("sleep", level=level)
+            self._paused, self.asleep = False, True
+            self._notify()
+
+    async def wake_up(self, tags: Sequence[str] = ()) -> None:
+        """Bring back these parts of its memory ("weights", "kv_cache"), all without any. It takes requests
+        once no part is missing. ``InvalidRequest`` for an unknown one.
+        """
+        self._sleeping = self.asleep = bool(await self.admin("wake_up", tags=list(tags)))
         self._notify()
 
     async def drain(self, grace_s: float, timeout_s: float) -> bool:

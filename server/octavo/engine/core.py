@@ -23,14 +23,16 @@ from octavo.core.speculation import Proposer
 from octavo.engine.event_publisher import EventPublisher
 from octavo.engine.executor import Executor
 from octavo.engine.grammar_wait import GrammarWait
+from octavo.engine.messages import ASLEEP
 from octavo.engine.pitfalls import Pitfalls
-from octavo.errors import ConfigError, InvalidRequest, OctavoError
+from octavo.errors import ConfigError, InvalidRequest, OctavoError, Unavailable
 from octavo.speculative.ngram import NgramProposer
 
 GRAMMAR_WAIT_S = 0.01  # an engine that only waits for grammars looks up for messages this often
 LONG_STEP_S = 2.0  # a step expected to take longer is foretold, lest its silence is taken for a stall
 LOOK_STEPS = 16  # how often the engine's counts are looked at for pitfalls
-UNMEASURED_STEP_S = 60.0  # what the first prompts may take, before their rate is known
+UNMEASURED_STEP_S = 60.0  # what the first prompts may take, before their rate is known; and a wake-up
+MEMORY_PARTS = ("weights", "kv_cache")  # of the executor: what a sleep gives back and a wake-up brings back
 
 _log = logging.getLogger("octavo.engine")
 
@@ -116,6 +118,7 @@ class EngineCore:
         self._pitfalls = Pitfalls(block_size=config.block_size, prefix_caching=config.enable_prefix_caching)
         self._turns = self._row_faults = 0
         self._paused = False  # no step begins; what runs ends, and sequences keep their blocks
+        self._asleep: set[str] = set()  # the parts of the executor's memory that were given back
         self._foretell = foretell
         self._grammars = GrammarWait(lambda grammar: executor.prepare(grammar))
         self._rejected: list[tuple[list[str], OctavoError]] = []
@@ -126,11 +129,13 @@ class EngineCore:
         self._publisher = EventPublisher(events, config.host, rank) if events and publishes else None
         if self._publisher is not None:
             weakref.finalize(self, self._publisher.close)
-        self._admin: dict[str, Callable[[], Any]] = {
+        self._admin: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self._scheduler.reset_prefix_cache,
             "kv_snapshot": self._kv_snapshot,
             "pause": self._pause,
             "resume": self._resume,
+            "sleep": self._sleep,
+            "wake_up": self._wake_up,
         }
 
     @property
@@ -161,11 +166,13 @@ class EngineCore:
         return min(limits.max_model_len, limits.capacity + 1) - prompt_tokens
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
-        """Take all of these or none: ``InvalidRequest``, ``ContextLengthExceeded``, ``QueueFull`` or
-        ``DeadlineExceeded``.
+        """Take all of these or none: ``InvalidRequest``, ``ContextLengthExceeded``, ``QueueFull``,
+        ``DeadlineExceeded``, or ``Unavailable`` while the engine sleeps.
 
         Those with a grammar that is not built yet enter once it is; ``take_rejected`` tells of those refused.
         """
+        if self._asleep:
+            raise Unavailable(ASLEEP)
         self.check(requests)
         if not self._grammars.hold(requests):
             self._enter(requests)
@@ -290,6 +297,34 @@ class EngineCore:
     def _resume(self) -> None:
         self._paused = False
 
+    def _sleep(self, level: int = 1) -> None:
+        """End all requests, forget all prefixes, and give the memory back."""
+        self.abort([*self._grammars.request_ids, *self._scheduler.request_ids])
+        self._scheduler.reset_prefix_cache()  # nothing is saved to the host tier any more
+        self._paused, ended = False, self._ended
+        while self.has_work:  # a step or transfers under way
+            ended = ended + self.step()
+        self._scheduler.reset_prefix_cache()
+        self._ended = ended
+        self._publish_events()
+        self._executor.sleep(level)
+        self._asleep = set(MEMORY_PARTS)
+
+    def _wake_up(self, tags: Sequence[str] = ()) -> list[str]:
+        """Bring back these parts, all without any -> those that still sleep. The cache is made last."""
+        if unknown := set(tags) - set(MEMORY_PARTS):
+            known = " and ".join(MEMORY_PARTS)
+            raise InvalidRequest(f"tags holds {min(unknown)!r:.80}: known are {known}", param="tags")
+        left = self._asleep - set(tags or MEMORY_PARTS)
+        if self._asleep and self._foretell is not None:
+            self._foretell(UNMEASURED_STEP_S)
+        if "weights" in self._asleep - left:
+            self._executor.load_weights()
+        if self._asleep and not left:
+            self._executor.make_cache()
+        self._asleep = left
+        return sorted(left)
+
     def _kv_snapshot(self) -> dict[str, Any]:
         """What can be found in the cache now, and the number of the batch of events that led there."""
         self._publish_events()
@@ -312,9 +347,9 @@ class EngineCore:
             kv_event_batches_missed=events.missed if events else 0,
         )
 
-    def admin(self, method: str) -> Any:
+    def admin(self, method: str, **arguments: Any) -> Any:
         """Call an admin method by name. Raises ``InvalidRequest`` for one that does not exist."""
         if method not in self._admin:
             known = ", ".join(self._admin)
             raise InvalidRequest(f"no admin method {method!r}: known are {known}", param="method")
-        return self._admin[method]()
+        return self._admin[method](**arguments)

@@ -65,6 +65,21 @@ class Executor(Protocol):
         A fault of one row goes into its ``error``; anything raised here ends the engine.
         """
 
+    def sleep(self, level: int) -> None:
+        """Give back the memory of the KV cache, whatever it holds, and of level 2 on that of the weights too.
+
+        Level 1 keeps the weights where they are in host memory already. Not while a step runs.
+        """
+
+    def load_weights(self) -> None:
+        """Bring the weights back after ``sleep``; does nothing where they are there.
+
+        Raises ``ModelLoadError`` when they cannot be read any more.
+        """
+
+    def make_cache(self) -> None:
+        """An empty KV cache, as large as it was, beside the weights: steps can be run again."""
+
 
 Progress = Callable[[str, str], None]  # (stage, detail)
 ExecutorFactory = Callable[[EngineConfig, Path, Progress], Executor]

@@ -19,6 +19,11 @@ class GrammarWait:
     def __bool__(self) -> bool:
         return bool(self._held)
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Those that wait."""
+        return [request.request_id for requests, _ in self._held for request in requests]
+
     def hold(self, requests: Sequence[EngineRequest]) -> bool:
         """Keep these, which belong together, until their grammars are built. False: they need not wait.
 

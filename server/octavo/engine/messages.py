@@ -11,6 +11,7 @@ from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats
 from octavo.core.request import Limits
 
 VERSION = 1  # both sides refuse a message of another version
+ASLEEP = "the engine sleeps: it takes no requests until it is woken up"  # said on both sides
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
@@ -52,6 +53,7 @@ class AdminCall(msgspec.Struct, frozen=True, tag="admin"):
 
     call_id: int
     method: str
+    arguments: dict[str, Any] = {}
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):

@@ -86,8 +86,8 @@ def _take_in(core: EngineCore, port: Port, timeout_ms: int) -> bool:
                     _reject(port, [request.request_id for request in requests], error)
             case messages.AbortRequests(request_ids):
                 core.abort(request_ids)
-            case messages.AdminCall(call_id, method):
-                port.send(_admin(core, call_id, method))
+            case messages.AdminCall():
+                port.send(_admin(core, message))
             case messages.Shutdown():
                 return False
             case _:
@@ -99,11 +99,11 @@ def _reject(port: Port, request_ids: list[str], error: OctavoError) -> None:
     port.send(messages.Rejected(request_ids, messages.ErrorInfo.of(error)))
 
 
-def _admin(core: EngineCore, call_id: int, method: str) -> messages.AdminReply:
+def _admin(core: EngineCore, call: messages.AdminCall) -> messages.AdminReply:
     try:
-        return messages.AdminReply(call_id, core.admin(method))
+        return messages.AdminReply(call.call_id, core.admin(call.method, **call.arguments))
     except OctavoError as error:
-        return messages.AdminReply(call_id, error=messages.ErrorInfo.of(error))
+        return messages.AdminReply(call.call_id, error=messages.ErrorInfo.of(error))
 
 
 def load(launch: messages.Launch, progress: Callable[[str, str], None]) -> tuple[EngineConfig, Executor]:

@@ -29,7 +29,7 @@ from octavo.worker.draft_model import DraftModel
 from octavo.worker.draws import Drawer
 from octavo.worker.forward import Forward
 from octavo.worker.gpu import gpu_budget, largest_step
-from octavo.worker.host import engines_here, free_memory, set_threads
+from octavo.worker.host import engines_here, free_memory, give_memory_back, set_threads
 from octavo.worker.inputs import StepInputs
 from octavo.worker.loading import Place, load_model, pick_place
 from octavo.worker.pages import KVPages
@@ -56,18 +56,47 @@ class ExecutorInfo:
 
 
 class LocalExecutor:
-    """Runs the whole model in this process."""
+    """Runs the whole model in this process. ``load`` reads the weights, ``build`` makes a cache beside."""
 
-    def __init__(self, runner: ModelRunner, info: ExecutorInfo, grammars: Grammars) -> None:
-        self.runner = runner
+    def __init__(
+        self,
+        load: Callable[[], Loaded],
+        build: Callable[[Loaded], ModelRunner],
+        loaded: Loaded,
+        info: ExecutorInfo,
+        grammars: Grammars,
+    ) -> None:
         self.info = info
-        self._grammars = grammars
+        self._load, self._build, self._grammars = load, build, grammars
+        self._loaded: Loaded | None = loaded
+        self._runner: ModelRunner | None = build(loaded)
+
+    @property
+    def runner(self) -> ModelRunner:
+        if self._runner is None:
+            raise RuntimeError("the executor sleeps: it has no KV cache")
+        return self._runner
 
     def prepare(self, grammar: str) -> Future[Any]:
         return self._grammars.prepare(grammar)
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.runner.run(plan)
+
+    def sleep(self, level: int) -> None:
+        self._runner = None
+        if level > 1 or (self._loaded is not None and self._loaded.place.device.type != "cpu"):
+            self._loaded = None  # of a GPU too: the file in the page cache is what host memory keeps of them
+        give_memory_back()
+
+    def load_weights(self) -> None:
+        if self._loaded is None:
+            self._loaded = self._load()
+
+    def make_cache(self) -> None:
+        assert self._loaded is not None
+        self._runner = self._build(self._loaded)
+        give_memory_back()  # of what loading has left
 
 
 class Loaded:
@@ -163,10 +192,13 @@ def build_executor(config: EngineConfig, path: Path, progress: Progress) -> Loca
     host_blocks = _host_blocks(loaded, size)
     sizing.log_size(place.device.type, size)
     grammars = Grammars(lambda: load_assets(path).tokenizer_json, model_config.eos_token_ids)
-    runner = loaded.runner(size, host_blocks, grammars)
+
+    def build(loaded: Loaded) -> ModelRunner:
+        runner = loaded.runner(size, host_blocks, grammars)
+        warm_up(runner, size, min(WARM_UP_TOKENS, config.max_num_batched_tokens), len(loaded.layout.groups))
+        return runner
 
     progress("warming", f"{size.tokens} tokens of KV cache, up to {size.max_model_len} a request")
-    warm_up(runner, size, min(WARM_UP_TOKENS, config.max_num_batched_tokens), len(loaded.layout.groups))
     info = ExecutorInfo(
         size.max_model_len,
         model_config.vocab_size,
@@ -176,7 +208,7 @@ def build_executor(config: EngineConfig, path: Path, progress: Progress) -> Loca
         model_config.eos_token_ids,
         {"groups": group_descriptions(loaded.layout)},
     )
-    return LocalExecutor(runner, info, grammars)
+    return LocalExecutor(lambda: _load(config, model_config, path, place), build, loaded, info, grammars)
 
 
 def group_descriptions(layout: KVLayout) -> list[dict[str, Any]]:
