@@ -112,14 +112,15 @@ def test_attention_equals_the_reference(cpu, reference, case):
     tail=st.integers(1, 60),
     others=st.lists(st.integers(1, 300), max_size=9),
     window=st.one_of(st.none(), st.integers(1, 200)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_a_float32_row_does_not_depend_on_its_chunk_or_its_batch(cpu, context, tail, others, window):
+def test_a_row_does_not_depend_on_its_chunk_or_its_batch(cpu, context, tail, others, window, dtype):
     tail = min(tail, context)
     rows = [(tail, context), *((1, other) for other in others)]
-    case = Case(torch.float32, 2, 3, 64, 16, rows, window, None, 0)
+    case = Case(dtype, 2, 3, 64, 16, rows, window, None, 0)
     q, keys_values = random_sequences(case)
     batch, blocks = batch_of(rows, 16)
-    cache = fill(cpu, batch, blocks, keys_values, torch.float32)
+    cache = fill(cpu, batch, blocks, keys_values, dtype)
     together = cpu.paged_attention(q, cache, batch, 0.125, window)[tail - 1]
     alone = AttentionBatch(
         torch.tensor([0, 1], dtype=torch.int32), batch.seq_lens[:1], batch.block_tables[:1], 16, 1

@@ -1,13 +1,17 @@
 #include "attention.h"
 
-#include "attention_vector.h"
+#include "attention_pairs.h"
 
 namespace octavo {
 namespace OCTAVO_ISA {
 
 void attend(const Attention& a, const AttentionTask& task) {
     if (a.cache.dtype == kFloat32) attend_tile<float, VectorProducts<float>>(a, task);
+#if defined(__AVX512BF16__)
+    else attend_tile<bf16, PairProducts>(a, task);
+#else
     else attend_tile<bf16, VectorProducts<bf16>>(a, task);
+#endif
 }
 
 void merge(const Attention& a, const AttentionTask& task) {

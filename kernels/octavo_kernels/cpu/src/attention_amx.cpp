@@ -7,14 +7,17 @@ namespace octavo {
 namespace amx {
 namespace {
 
-constexpr long kVectorRows = 4;    // up to so many rows a tile would be mostly empty
-
 // Tiles 0 to 3 hold sums of two tiles of rows by two of columns.
 void clear_sums() {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
+}
+
+// All of a group, while other groups are multiplied.
+void ask_group(const Tile<bf16>& t, const bf16* group) {
+    for (long i = 0; i < kGroup * t.padded_dim; i += 32) _mm_prefetch(group + i, _MM_HINT_T0);
 }
 
 void store_sums(float* upper, float* lower, long columns, bool both) {
@@ -31,7 +34,9 @@ struct TileProducts {
     // Sums: 16 rows by 16 tokens; queries: 16 rows by 32 dimensions; keys: 16 pairs of dimensions by 16 tokens.
     static void score(const Tile<bf16>& t) {
         TileConfig config;
-        for (int i = 0; i < 8; i++) config.set(i, 16, 64);
+        const long few = smaller(16, t.rows);    // a product takes as long as it has rows
+        for (int i : {0, 1, 4}) config.set(i, few, 64);
+        for (int i : {2, 3, 5, 6, 7}) config.set(i, 16, 64);
         config.load();
         const bf16* queries = reinterpret_cast<const bf16*>(t.queries);
         for (long row = 0; row < t.rows; row += 32) {
@@ -41,6 +46,11 @@ struct TileProducts {
             for (long g = 0; g < t.groups; g += 2) {
                 const bf16* left = t.keys[g];
                 const bf16* right = t.keys[g + 1 < t.groups ? g + 1 : g];
+                if (row == 0)    // the values of these two, the keys of the next two
+                    for (long i = g; i < smaller(g + 2, t.groups); i++) {
+                        ask_group(t, t.values[i]);
+                        ask_group(t, t.keys[smaller(i + 2, t.groups - 1)]);
+                    }
                 clear_sums();
                 for (long d = 0; d < t.padded_dim; d += 32) {
                     _tile_loadd(4, upper + d, t.padded_dim * 2);
@@ -62,8 +72,11 @@ struct TileProducts {
     // Sums: 16 rows by 16 dimensions; probabilities: 16 rows by 16 tokens; values: 8 pairs of tokens by 16 dimensions.
     static void weigh(const Tile<bf16>& t) {
         TileConfig config;
-        for (int i = 0; i < 4; i++) config.set(i, 16, 64);
-        for (int i : {4, 5}) config.set(i, 16, 32);
+        const long few = smaller(16, t.rows);
+        for (int i : {0, 1}) config.set(i, few, 64);
+        for (int i : {2, 3}) config.set(i, 16, 64);
+        config.set(4, few, 32);
+        config.set(5, 16, 32);
         for (int i : {6, 7}) config.set(i, 8, 64);
         config.load();
         const bf16* probabilities = reinterpret_cast<const bf16*>(t.probabilities);
@@ -72,6 +85,7 @@ struct TileProducts {
             for (long d = 0; d < t.padded_dim; d += 32) {
                 clear_sums();
                 for (long g = 0; g < t.groups; g++) {
+                    if (row == 0 && d == 0) ask_group(t, t.next_keys[g]);
                     const bf16* upper = probabilities + row * kChunk + g * kGroup;
                     const bf16* values = t.values[g] + 2 * d;
                     _tile_loadd(4, upper, kChunk * 2);
@@ -95,7 +109,7 @@ struct TileProducts {
 }  // namespace
 
 void tile_attend(const Attention& a, const AttentionTask& task) {
-    if (a.cache.dtype != kBFloat16 || task.tokens * (a.heads / a.kv_heads) <= kVectorRows) return attend(a, task);
+    if (a.cache.dtype != kBFloat16) return attend(a, task);
     attend_tile<bf16, TileProducts>(a, task);
 }
 

@@ -121,6 +121,20 @@ static inline void weigh_slice(const Tile<bf16>& t, long slice, const float* p, 
         for (int v = 0; v < kVecs; v++) store(out + m * t.padded_dim + slice + v * kWidth, acc[m][v]);
 }
 
+template <template <int> class Step, int M, class T>
+static void rest_of_rows(const Tile<T>& t, long row) {
+    if (t.rows - row == M) Step<M>::run(t, row);
+    else if constexpr (M > 1) rest_of_rows<Step, M - 1>(t, row);
+}
+
+// Runs Step<M> over the rows of a tile, M = kMost at a time and then what is left.
+template <template <int> class Step, int kMost, class T>
+static void by_rows(const Tile<T>& t) {
+    long row = 0;
+    for (; row + kMost <= t.rows; row += kMost) Step<kMost>::run(t, row);
+    rest_of_rows<Step, kMost - 1>(t, row);
+}
+
 template <class T>
 struct VectorProducts {
     using Query = float;
@@ -141,24 +155,6 @@ struct VectorProducts {
             weigh_slice<M>(t, slice, t.probabilities + row * kChunk, t.chunk.values + row * t.padded_dim);
     }
 
-    template <template <int> class Step>
-    static void by_rows(const Tile<T>& t) {
-        long row = 0;
-        for (; row + kAttentionRows <= t.rows; row += kAttentionRows) Step<kAttentionRows>::run(t, row);
-        switch (t.rows - row) {
-            case 0: return;
-            case 1: return Step<1>::run(t, row);
-            case 2: return Step<2>::run(t, row);
-            case 3: return Step<3>::run(t, row);
-            case 4: return Step<4>::run(t, row);
-            case 5: return Step<5>::run(t, row);
-#if defined(__AVX512F__)
-            case 6: return Step<6>::run(t, row);
-            default: return Step<7>::run(t, row);
-#endif
-        }
-    }
-
     template <int M>
     struct Score {
         static void run(const Tile<T>& t, long row) { score_rows<M>(t, row); }
@@ -168,8 +164,8 @@ struct VectorProducts {
         static void run(const Tile<T>& t, long row) { weigh_rows<M>(t, row); }
     };
 
-    static void score(const Tile<T>& t) { by_rows<Score>(t); }
-    static void weigh(const Tile<T>& t) { by_rows<Weigh>(t); }
+    static void score(const Tile<T>& t) { by_rows<Score, kAttentionRows>(t); }
+    static void weigh(const Tile<T>& t) { by_rows<Weigh, kAttentionRows>(t); }
 };
 
 }  // namespace OCTAVO_ISA

@@ -12,8 +12,8 @@ constexpr int kHalfVecs = kHalfPanel / kWidth;
 constexpr long kLine = 64;
 // Rows whose sums stay in registers together, and up to how many of them with all columns of a panel; more take one half
 // of the panel after the other.
-constexpr int kMaxRows = kWidth == 16 ? 8 : 6;
-constexpr int kWholeRows = kWidth == 16 ? 8 : 2;
+constexpr int kMaxRows = kWidth == 16 ? 12 : 6;
+constexpr int kWholeRows = kWidth == 16 ? 12 : 2;
 
 // Weights to ask for while others are multiplied: so many cache lines with each kTileK values of k.
 struct Ahead {
@@ -41,6 +41,14 @@ struct Sums {
             for (int v = 0; v < V; v++) of[m][v] = fma(columns[v], value, of[m][v]);
         }
     }
+#if defined(__AVX512BF16__)
+    inline void add(const Pairs (&columns)[V], const bf16* x, long stride) {
+        for (int m = 0; m < M; m++) {
+            const Pairs value = set_pair(x + m * stride);
+            for (int v = 0; v < V; v++) of[m][v] = fma(columns[v], value, of[m][v]);
+        }
+    }
+#endif
     inline void save(float* sums) const {
         for (int m = 0; m < M; m++)
             for (int v = 0; v < V; v++) store(sums + m * kPanel + v * kWidth, of[m][v]);
@@ -76,8 +84,20 @@ inline void multiply_tile(const float* x, long stride, const bf16* w, long, Sums
     }
 }
 
-template <int M, class W>
-void multiply(const float* x, long stride, const W* w, long k, Ahead ahead, float* sums) {
+#if defined(__AVX512BF16__)
+template <int M, int V>
+inline void multiply_tile(const bf16* x, long stride, const bf16* w, long, Sums<M, V>& sums) {
+#pragma GCC unroll 4
+    for (long i = 0; i < kTileK; i += 2, w += 2 * kHalfPanel) {
+        Pairs columns[V];
+        for (int v = 0; v < V; v++) columns[v] = load_pairs(columns_of(w, v));
+        sums.add(columns, x + i, stride);
+    }
+}
+#endif
+
+template <int M, class X, class W>
+void multiply(const X* x, long stride, const W* w, long k, Ahead ahead, float* sums) {
     constexpr int kVecs = M <= kWholeRows ? kPanelVecs : kHalfVecs;
     for (int v = 0; v < kPanelVecs; v += kVecs) {
         const W* tile = columns_of(w, v);
@@ -91,19 +111,19 @@ void multiply(const float* x, long stride, const W* w, long k, Ahead ahead, floa
     }
 }
 
-template <class W, int... M>
-void multiply_rows(long rows, const float* x, long stride, const W* w, long k, Ahead ahead, float* sums,
+template <class X, class W, int... M>
+void multiply_rows(long rows, const X* x, long stride, const W* w, long k, Ahead ahead, float* sums,
                    std::integer_sequence<int, M...>) {
-    using Multiply = void (*)(const float*, long, const W*, long, Ahead, float*);
-    static constexpr Multiply kByRows[] = {multiply<M + 1, W>...};
+    using Multiply = void (*)(const X*, long, const W*, long, Ahead, float*);
+    static constexpr Multiply kByRows[] = {multiply<M + 1, X, W>...};
     kByRows[rows - 1](x, stride, w, k, ahead, sums);
 }
 
 // Panels that are read once are asked for a little ahead of their use. Where rows come in several blocks, the first panel
 // is too; each further one while that before it is multiplied, a share with each block, so that memory never waits.
-template <class W>
-void wide_matmul(const Matmul& a, long p0, long p1, long r0, long r1) {
-    const float* x = static_cast<const float*>(a.x);
+template <class X, class W>
+void panel_matmul(const Matmul& a, long p0, long p1, long r0, long r1) {
+    const X* x = static_cast<const X*>(a.x);
     const long stride = a.x_stride, rows = r1 - r0, blocks = ceil_div(rows, kMaxRows);
     const long passes = rows <= kWholeRows ? 1 : blocks * kPanelVecs / kHalfVecs;
     const long elements = a.weight.panel_elements(), tile_lines = kTileK * kPanel * sizeof(W) / kLine;
@@ -123,78 +143,15 @@ void wide_matmul(const Matmul& a, long p0, long p1, long r0, long r1) {
         }
 }
 
-#if defined(__AVX512F__)
-
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p) + kPrefetchBytes, _MM_HINT_T0); }
-
-// Products of bfloat16 pairs, summed in float32 by vdpbf16ps. x holds whole tiles of k.
-template <int M, bool kStream>
-void multiply_pairs(const bf16* x, long stride, const bf16* w, long k, float* sums) {
-    __m512 acc[M][2];
-    for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = zero();
-    for (long i = 0; i < k; i += kTileK, w += kTileK * kPanel) {
-#pragma GCC unroll 4
-        for (long pair = 0; pair < kTileK / 2; pair++) {
-            const bf16* row = w + pair * kHalfPanel * 2;
-            if (kStream) {
-                prefetch(row);
-                prefetch(row + kTileK * kHalfPanel);
-            }
-            const __m512bh left = (__m512bh)_mm512_loadu_si512(row);
-            const __m512bh right = (__m512bh)_mm512_loadu_si512(row + kTileK * kHalfPanel);
-            for (int m = 0; m < M; m++) {
-                int values;
-                __builtin_memcpy(&values, x + m * stride + i + 2 * pair, sizeof values);
-                const __m512bh value = (__m512bh)_mm512_set1_epi32(values);
-                acc[m][0] = _mm512_dpbf16_ps(acc[m][0], left, value);
-                acc[m][1] = _mm512_dpbf16_ps(acc[m][1], right, value);
-            }
-        }
-    }
-    for (int m = 0; m < M; m++) {
-        store(sums + m * kPanel, acc[m][0]);
-        store(sums + m * kPanel + 16, acc[m][1]);
-    }
-}
-
-template <bool kStream>
-void multiply_pair_rows(long rows, const bf16* x, long stride, const bf16* w, long k, float* sums) {
-    switch (rows) {
-        case 1: return multiply_pairs<1, kStream>(x, stride, w, k, sums);
-        case 2: return multiply_pairs<2, kStream>(x, stride, w, k, sums);
-        case 3: return multiply_pairs<3, kStream>(x, stride, w, k, sums);
-        case 4: return multiply_pairs<4, kStream>(x, stride, w, k, sums);
-        case 5: return multiply_pairs<5, kStream>(x, stride, w, k, sums);
-        case 6: return multiply_pairs<6, kStream>(x, stride, w, k, sums);
-        case 7: return multiply_pairs<7, kStream>(x, stride, w, k, sums);
-        default: return multiply_pairs<8, kStream>(x, stride, w, k, sums);
-    }
-}
-
-void pair_matmul(const Matmul& a, long p0, long p1, long r0, long r1) {
-    alignas(64) float sums[8 * kPanel];
-    for (long p = p0; p < p1; p++) {
-        const bf16* w = static_cast<const bf16*>(a.weight.data) + p * a.weight.panel_elements();
-        for (long r = r0; r < r1; r += 8) {
-            const bf16* x = static_cast<const bf16*>(a.x) + r * a.x_stride;
-            const long rows = smaller(8, r1 - r);
-            if (r == r0 && r1 - r0 <= kStreamRows) multiply_pair_rows<true>(rows, x, a.x_stride, w, a.weight.k, sums);
-            else multiply_pair_rows<false>(rows, x, a.x_stride, w, a.weight.k, sums);
-            finish(a, sums, p, r, rows);
-        }
-    }
-}
-
-#endif
-
 }  // namespace
 
 void matmul(const Matmul& a, long p0, long p1, long r0, long r1) {
-    if (a.weight.dtype == kFloat32) return wide_matmul<float>(a, p0, p1, r0, r1);
-#if defined(__AVX512F__)
-    if (a.x_form == kRows) return pair_matmul(a, p0, p1, r0, r1);
+    if (a.weight.dtype == kFloat32) return panel_matmul<float, float>(a, p0, p1, r0, r1);
+#if defined(__AVX512BF16__)
+    panel_matmul<bf16, bf16>(a, p0, p1, r0, r1);
+#else
+    panel_matmul<float, bf16>(a, p0, p1, r0, r1);
 #endif
-    wide_matmul<bf16>(a, p0, p1, r0, r1);
 }
 
 void widen(const bf16* x, long x_stride, long k, float* out, long out_stride, long rows) {

@@ -1,4 +1,4 @@
-// Matrix product on vector registers: float32 activations against float32 or bfloat16 weights.
+// Matrix product on vector registers: float32, bfloat16 pairs, or float32 activations against bfloat16 weights.
 #pragma once
 
 #include "kernels.h"
@@ -10,8 +10,6 @@ void matmul(const Matmul& a, long panel_begin, long panel_end, long row_begin, l
 // Rows of bfloat16 as float32, zero from k to out_stride.
 void widen(const bf16* x, long x_stride, long k, float* out, long out_stride, long rows);
 
-// Up to this many rows a product is bound by reading the weights, and widening bfloat16 to float32 is free.
-constexpr long kWideRows = 4;
 // While rows are few, the weights stream from memory: how far ahead of use they are asked for.
 constexpr long kPrefetchBytes = 2048;
 constexpr long kStreamRows = 32;

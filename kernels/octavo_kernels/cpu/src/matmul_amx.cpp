@@ -38,28 +38,11 @@ void configure(long upper_rows, long lower_rows) {
     config.load();
 }
 
-// At most 16 rows: even and odd tiles of k go to sums of their own, so that more products are in flight.
-void multiply_few(const char* x, long stride, const char* w, long tiles, long rows, float* sums) {
-    alignas(64) float odd[kTileRows * kPanel];
+// At most 16 rows. One sum for all of k, as in a block: a row's result does not depend on how many there are.
+void multiply_few(const char* x, long stride, const char* w, long tiles, float* sums) {
     _tile_zero(0);
     _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (long t = 0; t + 1 < tiles; t += 2, x += 128, w += 2 * kPanelTileBytes) {
-        prefetch_tiles(w);
-        _tile_loadd(4, x, stride);
-        _tile_loadd(6, w, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, w + kTileBytes, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        prefetch_tiles(w + kPanelTileBytes);
-        _tile_loadd(5, x + 64, stride);
-        _tile_loadd(6, w + kPanelTileBytes, 64);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_loadd(7, w + kPanelTileBytes + kTileBytes, 64);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    if (tiles % 2) {
+    for (long t = 0; t < tiles; t++, x += 64, w += kPanelTileBytes) {
         prefetch_tiles(w);
         _tile_loadd(4, x, stride);
         _tile_loadd(6, w, 64);
@@ -69,9 +52,6 @@ void multiply_few(const char* x, long stride, const char* w, long tiles, long ro
     }
     _tile_stored(0, sums, kPanel * 4);
     _tile_stored(1, sums + kHalfPanel, kPanel * 4);
-    _tile_stored(2, odd, kPanel * 4);
-    _tile_stored(3, odd + kHalfPanel, kPanel * 4);
-    for (long i = 0; i < rows * kPanel; i += kWidth) store(sums + i, add(load(sums + i), load(odd + i)));
 }
 
 // 17 to 32 rows: two tiles of rows by the two halves of the panel. Where `ahead` is given, so many lines of it (the next
@@ -138,7 +118,7 @@ void multiply_panel(const Matmul& a, long panel, long row, long rows, float* sum
         float* rest_sums = sums + full * 2 * kTileRows * kPanel;
         if (rest <= kTileRows) {
             configure(rest, rest);
-            multiply_few(x, stride, w, tiles, rest, rest_sums);
+            multiply_few(x, stride, w, tiles, rest_sums);
         } else {
             configure(kTileRows, rest - kTileRows);
             multiply_block(x, stride, w, tiles, true, rest_sums, nullptr, 0);
@@ -150,7 +130,7 @@ void multiply_panel(const Matmul& a, long panel, long row, long rows, float* sum
 }  // namespace
 
 void tile_matmul(const Matmul& a, long p0, long p1, long r0, long r1) {
-    if (a.weight.dtype == kFloat32 || a.x_form == kWide) return matmul(a, p0, p1, r0, r1);
+    if (a.weight.dtype == kFloat32) return matmul(a, p0, p1, r0, r1);
     alignas(64) float sums[kBlockRows * kPanel];
     for (long r = r0; r < r1; r += kBlockRows)
         for (long p = p0; p < p1; p++) multiply_panel(a, p, r, smaller(kBlockRows, r1 - r), sums);

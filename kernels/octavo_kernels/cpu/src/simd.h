@@ -50,6 +50,17 @@ static inline Vec load_first(const bf16* p) { return _mm512_castsi512_ps(_mm512_
 static inline Vec load_second(const bf16* p) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000))));
 }
+#if defined(__AVX512BF16__)
+// Pairs of bfloat16, multiplied with pairs and added in float32 (vdpbf16ps).
+using Pairs = __m512bh;
+static inline Pairs load_pairs(const bf16* p) { return (Pairs)_mm512_loadu_si512(p); }
+static inline Pairs set_pair(const bf16* p) {
+    int both;
+    __builtin_memcpy(&both, p, sizeof both);
+    return (Pairs)_mm512_set1_epi32(both);
+}
+static inline Vec fma(Pairs a, Pairs b, Vec c) { return _mm512_dpbf16_ps(c, a, b); }
+#endif
 // e^x to about 1 ulp; 0 below the range of normal numbers (so also for -infinity).
 static inline Vec exp(Vec x) {
     const __mmask16 vanishes = _mm512_cmp_ps_mask(x, set1(-87.33f), _CMP_LT_OQ);

@@ -18,7 +18,7 @@ namespace OCTAVO_ISA {
 namespace {
 
 XForm x_form(const Matmul& a) {
-    const bool wide = a.weight.dtype == kBFloat16 && (kWidth == 8 || a.m <= kWideRows);
+    const bool wide = a.weight.dtype == kBFloat16 && kWidth == 8;
     return wide ? kWide : kRows;
 }
 
