@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,19 @@ class Running:
                 return
             self.thread.join(0.1)
         raise AssertionError(f"not ready: {self.get('/startup').text}")
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Return once the condition holds; else ``what`` is wrong."""
+        for _ in range(100):
+            if condition():
+                return
+            self.thread.join(0.1)
+        raise AssertionError(what)
+
+    def idle(self) -> bool:
+        """Whether no request runs or waits, and no block is held."""
+        load = self.get("/load").json()
+        return load["running"] == load["waiting"] == 0 and load["kv_usage"] == 0
 
     def client(self, **options: Any) -> openai.OpenAI:
         settings = {"api_key": "none", "max_retries": 0, "http_client": self.http, **options}

@@ -235,6 +235,9 @@ def test_each_request_is_a_line_of_json(fast: Any, serve: Any, caplog: pytest.Lo
         assert lines[2]["status"] == 404 and "prompt_tokens" not in lines[2]
         caplog.clear()
         with serve("fast", access_log=False, enable_log_requests=True) as running:
-            running.post("/v1/completions", {**COMPLETION, "prompt": "a sentence to be seen"})
-    assert "a sentence to be seen" in caplog.text
+            for path, field in (
+                ("completions", "prompt"), ("responses", "input"), ("messages/count_tokens", "system"),
+            ):  # fmt: skip
+                running.post(f"/v1/{path}", {**COMPLETION, field: f"a sentence seen by {path}"})
+                assert f"a sentence seen by {path}" in caplog.text
     assert not [one for one in caplog.records if one.name == "octavo.access"]

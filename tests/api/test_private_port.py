@@ -213,3 +213,18 @@ def test_requests_are_aborted_by_their_names(paced: Any) -> None:
             assert ended.json() == {"aborted": [named]}
             assert json.loads(list(lines)[-1][6:])["choices"][0]["finish_reason"] == "abort"
     assert paced.http.post(paced.private_url + "/abort_requests").json() == {"aborted": []}
+
+
+def test_responses_in_the_background_are_aborted_by_either_name(paced: Any) -> None:
+    body = {"model": "tiny", "input": "hello", "ignore_eos": True, "max_output_tokens": 1500}
+    for by in ("own", "request", "none"):
+        sent = {"X-Request-Id": "mine"}
+        made = paced.post("/v1/responses", {**body, "background": True}, headers=sent).json()["id"]
+        name = {"own": made, "request": "mine", "none": None}[by]
+        content = json.dumps({"request_ids": [name]}) if name else None
+        ended = paced.http.post(paced.private_url + "/abort_requests", content=content).json()
+        assert ended == {"aborted": [name or "mine"]}
+        url = f"/v1/responses/{made}"
+        paced.until(lambda url=url: paced.get(url).json()["status"] == "incomplete", "the response goes on")
+        paced.until(paced.idle, "its sequence goes on")
+    assert paced.http.post(paced.private_url + "/abort_requests").json() == {"aborted": []}

@@ -226,31 +226,20 @@ def test_a_response_in_the_background_is_read_when_it_is_done_or_cancelled(paced
     assert made.status == "queued" or made.status == "in_progress"
     with pytest.raises(openai.BadRequestError, match="still in progress"):
         client.responses.create(model="tiny", input="x", previous_response_id=made.id)
-    until(paced, lambda: client.responses.retrieve(made.id).status in ("completed", "incomplete"))
+    paced.until(
+        lambda: client.responses.retrieve(made.id).status in ("completed", "incomplete"), "it never ends"
+    )
     long = {"max_output_tokens": 1500, "extra_body": {"ignore_eos": True}}
     endless = client.responses.create(model="tiny", input="hello", background=True, **long)
-    until(paced, lambda: bool(client.responses.retrieve(endless.id).output))
+    paced.until(lambda: client.responses.retrieve(endless.id).output, "it never begins")
     assert client.responses.cancel(endless.id).status == "cancelled"
     assert client.responses.retrieve(endless.id).output[0].status == "incomplete"
     gone = client.responses.create(model="tiny", input="hello", background=True, **long)
     client.responses.delete(gone.id)
-    until(paced, lambda: idle(paced))
+    paced.until(paced.idle, "a response that was deleted still runs")
     assert paced.get(f"/v1/responses/{gone.id}").status_code == 404
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.cancel(client.responses.create(model="tiny", input="x", max_output_tokens=1).id)
-
-
-def until(running: Any, condition: Any) -> None:
-    for _ in range(100):
-        if condition():
-            return
-        running.thread.join(0.1)
-    raise AssertionError("it never came")
-
-
-def idle(running: Any) -> bool:
-    load = running.get("/load").json()
-    return load["running"] == load["waiting"] == 0 and load["kv_usage"] == 0
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -269,7 +258,7 @@ def test_a_client_that_leaves_frees_its_blocks(paced: Any, streams: bool) -> Non
             for _ in answer.iter_raw():
                 if paced.get("/load").json()["running"]:
                     raise httpx.ReadTimeout("enough")
-    until(paced, lambda: idle(paced))
+    paced.until(paced.idle, "the response of a client that left still runs")
 
 
 def test_a_fault_in_mid_stream_is_a_failed_response(serve: Any) -> None:

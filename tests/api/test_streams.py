@@ -7,6 +7,7 @@ import contextlib
 import json
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ import pytest
 from octavo.api import sse
 from octavo.api.sse import EventStream
 from octavo.engine import stream as engine_stream
+from octavo.sampling import grammar_compiler
 
 CHAT = [{"role": "user", "content": "hello"}]
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 1500, "ignore_eos": True}
@@ -28,19 +30,6 @@ def events_of(text: str) -> list[Any]:
     assert all(part.startswith("data: ") and "\n" not in part for part in parts)
     assert parts[-1] == "data: [DONE]"
     return [json.loads(part[6:]) for part in parts[:-1]]
-
-
-def until(running: Any, condition: Any, what: str) -> None:
-    for _ in range(100):
-        if condition():
-            return
-        running.thread.join(0.1)
-    raise AssertionError(what)
-
-
-def idle(running: Any) -> bool:
-    load = running.get("/load").json()
-    return load["running"] == load["waiting"] == 0 and load["kv_usage"] == 0
 
 
 def heavy_schema() -> dict[str, Any]:
@@ -131,7 +120,7 @@ def test_sixteen_streams_cut_together_leave_nothing_behind(paced: Any) -> None:
         await client.close()
 
     asyncio.run(cut())
-    until(paced, lambda: idle(paced), "the streams that were cut still hold something")
+    paced.until(paced.idle, "the streams that were cut still hold something")
     assert paced.metric("vllm:num_requests_running") == 0
     assert paced.metric("vllm:num_requests_waiting") == 0
     assert paced.metric("vllm:kv_cache_usage_perc") == 0
@@ -152,7 +141,7 @@ def test_a_client_that_leaves_frees_its_sequences(paced: Any, stream: bool, n: i
 
     with httpx.Client(timeout=httpx.Timeout(30, read=0.4)) as client, contextlib.suppress(httpx.ReadTimeout):
         leave()
-    until(paced, lambda: idle(paced), "the sequences of a client that left still run")
+    paced.until(paced.idle, "the sequences of a client that left still run")
 
 
 def test_a_client_that_leaves_while_it_waits_frees_its_place(serve: Any) -> None:
@@ -163,14 +152,13 @@ def test_a_client_that_leaves_while_it_waits_frees_its_place(serve: Any) -> None
         next(iter(first))
         with contextlib.suppress(httpx.ReadTimeout):
             httpx.post(running.url + "/v1/completions", json=LONG, timeout=httpx.Timeout(30, read=0.4))
-        until(
-            running,
+        running.until(
             lambda: running.get("/load").json()["waiting"] == 0,
             "a request that was left still waits",
         )
         assert running.get("/load").json()["running"] == 1
         first.close()
-        until(running, lambda: idle(running), "the stream still runs")
+        running.until(running.idle, "the stream still runs")
 
 
 def test_a_client_that_leaves_in_mid_body_disturbs_nobody(fast: Any) -> None:
@@ -192,7 +180,7 @@ def test_a_waiting_stream_gets_its_headers_and_role_before_its_first_token(serve
         with running.http.stream("POST", running.url + "/v1/chat/completions", json=body) as answer:
             first = next(answer.iter_text())
             assert json.loads(first[6:].split("\n")[0])["choices"][0]["delta"]["role"] == "assistant"
-            assert running.get("/load").json()["waiting"] == 1
+            running.until(lambda: running.get("/load").json()["waiting"] == 1, "it does not wait")
         busy.close()
 
 
@@ -202,7 +190,7 @@ def test_a_stop_string_frees_the_sequence_at_once(paced: Any) -> None:
     ]
     body = {**LONG, "temperature": 0, "stop": text[3:5], "stream": True}
     assert events_of(paced.post("/v1/completions", body).text)[-1]["choices"][0]["finish_reason"] == "stop"
-    until(paced, lambda: idle(paced), "the sequence goes on after its stop string")
+    paced.until(paced.idle, "the sequence goes on after its stop string")
 
 
 def test_a_stream_that_is_cut_before_its_first_byte_is_closed_all_the_same() -> None:
@@ -286,13 +274,13 @@ def test_a_reader_that_stands_still_holds_up_nobody_and_is_ended_at_the_bound(
         ended = lambda: running.metric("vllm:request_success_total", finished_reason="abort") >= 1  # noqa: E731
         beside = running.post("/v1/completions", {**LONG, "max_tokens": 300}).json()
         assert beside["usage"]["completion_tokens"] == 300
-        until(running, lambda: idle(running), "the engine still works for a reader that stands still")
+        running.until(running.idle, "the engine still works for a reader that stands still")
         slow.settimeout(30)
         text = b""
         while b"[DONE]" not in text:
             text += slow.recv(2**16)
         assert b"slow_reader" in text
-        until(running, ended, "the end was not counted")
+        running.until(ended, "the end was not counted")
 
 
 def test_a_client_that_leaves_after_one_of_its_choices_ended_frees_the_others(paced: Any) -> None:
@@ -304,7 +292,7 @@ def test_a_client_that_leaves_after_one_of_its_choices_ended_frees_the_others(pa
             if '"finish_reason":"stop"' in line:
                 break
         assert 1 <= paced.get("/load").json()["running"] <= 3
-    until(paced, lambda: idle(paced), "the choices of a client that left still run")
+    paced.until(paced.idle, "the choices of a client that left still run")
 
 
 def test_a_client_that_leaves_while_its_schema_is_compiled_leaves_nothing_behind(paced: Any) -> None:
@@ -317,8 +305,48 @@ def test_a_client_that_leaves_while_its_schema_is_compiled_leaves_nothing_behind
         }
         httpx.post(paced.url + "/v1/completions", json=body, timeout=httpx.Timeout(30, read=0.05))
     assert paced.post("/v1/completions", {"model": "tiny", "prompt": "x"}).status_code == 200
-    until(paced, lambda: idle(paced), "a request that was left in its compilation runs")
+    paced.until(paced.idle, "a request that was left in its compilation runs")
     assert paced.server.service.engine.in_flight == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_a_client_that_leaves_a_hopeless_schema_ends_its_compilation_and_nobody_waits_for_it(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
+) -> None:
+    source = f"""
+import os, pathlib, threading, octavo.sampling.grammar_compiler as c
+answer = c._answer
+def never(request):
+    if "hopeless" in str(request):
+        pathlib.Path({str(tmp_path / "begun")!r}).write_text(str(os.getpid()))
+        threading.Event().wait()
+    return answer(request)
+c._answer = never
+c.main()"""
+    monkeypatch.setattr(grammar_compiler, "COMMAND", ("-c", source))
+    begun = tmp_path / "begun"
+    with serve("fast") as running:
+
+        def body(word: str) -> bytes:
+            said = {"prompt": "x", "messages": CHAT, "input": "x", "max_tokens": 5, "max_output_tokens": 5}
+            taken = {"completions": ("prompt", "max_tokens"), "responses": ("input", "max_output_tokens")}
+            names = taken.get(path.removeprefix("/v1/"), ("messages", "max_tokens"))
+            form = {"structured_outputs": {"regex": word}}
+            return json.dumps({"model": "tiny", **form, **{name: said[name] for name in names}}).encode()
+
+        hopeless = body("hopeless")
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(hopeless)}\r\n"
+        with socket.create_connection(("127.0.0.1", running.server.port)) as leaving:
+            leaving.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + hopeless)
+            running.until(lambda: begun.exists() and begun.read_text(), "the compilation never begins")
+        answer = running.http.post(running.url + path, content=body("yes"))
+        assert answer.status_code == 200, answer.text
+        process = Path("/proc") / begun.read_text()
+        running.until(lambda: not process.exists(), "the compilation goes on")
+        running.until(
+            lambda: running.metric("octavo:http_requests_total", status="499") == 1, "it was not told"
+        )
+        assert running.idle() and running.server.service.engine.in_flight == 0
 
 
 def test_what_is_not_http_is_told_so_in_the_envelope(fast: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from octavo.core.sampling_params import StructuredOutputs
 from octavo.errors import InvalidRequest
 from octavo.sampling import grammar_compiler
-from octavo.sampling.grammar_compiler import GrammarCompiler
+from octavo.sampling.grammar_compiler import GivenUp, GrammarCompiler
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +133,19 @@ def test_one_that_takes_too_much_memory_is_ended(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(grammar_compiler, "COMMAND", ("-c", source))
     compiler = GrammarCompiler()
     assert "of memory to compile" in refusal(compiler, json=exploding(6))
+    compiler.close()
+
+
+def test_one_that_is_given_up_is_compiled_no_further_and_the_next_is_answered() -> None:
+    compiler, form = GrammarCompiler(), StructuredOutputs(regex="ab")
+    left = threading.Event()
+    compiler.give_up(left)  # before it began
+    with pytest.raises(GivenUp):
+        compiler.compile(form, left=left)
+    first = compiler.compile(form, left=threading.Event())
+    compiler.give_up(left)  # of one that is over: it disturbs nobody
+    assert compiler.compile(StructuredOutputs(regex="a|b"))
+    assert compiler.compile(form) == first
     compiler.close()
 
 

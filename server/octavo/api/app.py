@@ -21,6 +21,7 @@ from octavo.api.private_routes import private_routes
 from octavo.api.probes import probe_routes
 from octavo.api.responses_routes import responses_routes
 from octavo.api.service import Service
+from octavo.api.sse import ClientGone, on_client_gone
 from octavo.api.tokenize_routes import tokenize_routes
 from octavo.api_keys import ApiKeys, read_key_file
 from octavo.config import EngineConfig
@@ -74,6 +75,7 @@ def _app(service: Service) -> FastAPI:
     app = FastAPI(title="Octavo", version=__version__, openapi_url=None, redirect_slashes=False)
     app.state.max_request_body = service.config.max_request_body
     app.add_exception_handler(OctavoError, on_octavo_error)
+    app.add_exception_handler(ClientGone, on_client_gone)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_fault)
     return app

@@ -30,7 +30,7 @@ def messages_routes(service: Service) -> APIRouter:
             raise InvalidRequest(message, param="max_tokens", code="missing_parameter")
         parsed = await asked.parse()
         _check_thinking(asked.body, parsed)
-        return await respond(request, asked, parsed, MessageAnswer(parsed, request.url.path))
+        return await respond(asked, parsed, MessageAnswer(parsed, request.url.path))
 
     @routes.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:

@@ -8,9 +8,6 @@ from collections.abc import AsyncIterator, Awaitable
 from starlette.responses import Response
 
 from octavo.api.generation import Generation
-from octavo.api.sse import ClientGone
-
-CLIENT_CLOSED = 499  # nginx's status for a client that left; nobody reads it
 
 
 @contextlib.asynccontextmanager
@@ -23,14 +20,11 @@ async def owned(generation: Generation) -> AsyncIterator[None]:
 
 
 async def answered(generation: Generation, answer: Awaitable[Response]) -> Response:
-    """What ``answer`` comes to. Where the client leaves before, or it fails, the generation is closed; else
-    the response owns it.
+    """What ``answer`` comes to. Where the client leaves before (``ClientGone``), or it fails, the generation
+    is closed; else the response owns it.
     """
     try:
         return await answer
-    except ClientGone:
-        await generation.close()
-        return Response(status_code=CLIENT_CLOSED)
     except BaseException:
         await generation.close()
         raise

@@ -126,18 +126,22 @@ def private_routes(service: Service, drain: Callable[[], None]) -> APIRouter:
 
     @routes.post("/abort_requests")
     async def abort_requests(request: Request) -> Response:
-        """End the requests whose X-Request-Id is in ``request_ids``; all of them without a body."""
+        """End the requests whose X-Request-Id is in ``request_ids``, and responses in the background by
+        their own ids too; all of them without a body.
+        """
         raw = await read_body(request)
         fields = Fields(parse_object(raw) if raw else {})
-        names = set(fields.texts("request_ids"))
-        every = fields.body.get("request_ids") is None
-        running: list[tuple[str, Generation]] = [
-            (state["request_id"], state["generation"])
-            for state in service.open.values()
-            if "generation" in state
-        ]
-        asked = [(name, generation) for name, generation in running if every or name in names]
-        return json_response({"aborted": [name for name, generation in asked if generation.abort()]})
+        names, every = set(fields.texts("request_ids")), fields.body.get("request_ids") is None
+        running: dict[
+            Generation, str
+        ] = {}  # a response that has just gone into the background is there twice
+        for state in service.open.values():
+            for name in (state["request_id"], state.get("response_id")):
+                if "generation" in state and name is not None and (every or name in names):
+                    running.setdefault(state["generation"], name)
+        return json_response(
+            {"aborted": [name for generation, name in running.items() if generation.abort()]}
+        )
 
     @routes.post("/drain")
     async def start_drain() -> Response:

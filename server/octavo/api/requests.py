@@ -18,6 +18,7 @@ from octavo.api.fields import Fields, refuse_unsupported, unknown_names, wrong
 from octavo.api.generation import Generation
 from octavo.api.sampling import prompt_only, sampling_params, structured_outputs
 from octavo.api.service import Service
+from octavo.api.sse import unless_gone
 from octavo.core.sampling_params import StructuredOutputs
 from octavo.errors import InvalidRequest
 from octavo.prompt.tools.grammar import with_answer
@@ -105,13 +106,19 @@ class ParsedRequest:
         kept = max(1, longest - (self.sampling.max_tokens or 1)) if last == -1 else last
         return [prompt[-kept:] for prompt in prompts]
 
-    async def compile(self) -> None:
-        """Make the grammar of the form that is asked for, if any."""
+    async def compile(self, request: Request) -> None:
+        """Make the grammar of the form that is asked for, if any. ``ClientGone`` when the client leaves."""
         forms, where = structured_outputs(self.fields)
+        lark = self.reading.grammar(answer=forms is not None) if self.reading is not None else None
+        if forms is not None or lark is not None:
+            grammar = await unless_gone(request, self._grammar(forms, where, lark))
+            self.sampling = msgspec.structs.replace(self.sampling, grammar=grammar)
+
+    async def _grammar(self, forms: StructuredOutputs | None, where: str, lark: str | None) -> str | None:
+        """Of the form and of what else the model says: reasoning and calls (``lark``)."""
         reading, service = self.reading, self.service
         grammar = await service.grammar(forms, where) if forms is not None else None
         if reading is not None:
-            lark = reading.grammar(answer=grammar is not None)
             if lark is None:
                 grammar = reading.after_reasoning(grammar) if grammar is not None else None
             elif grammar is not None and reading.choice.mode == "auto":
@@ -121,8 +128,7 @@ class ParsedRequest:
                     if tool.strict:  # by itself first: an error then names the place
                         await service.grammar(StructuredOutputs(json=tool.schema), tool.where)
                 grammar = await service.lark(lark, "tools")
-        if grammar is not None:
-            self.sampling = msgspec.structs.replace(self.sampling, grammar=grammar)
+        return grammar
 
     def _read(self, rendered: str) -> OutputReading | None:
         """How a chat's answers are read; None where they are content and nothing else."""
@@ -183,15 +189,21 @@ class ParsedRequest:
         )
 
 
-async def parse_request(service: Service, request: Request, chat: bool) -> ParsedRequest:
-    """Read and check a request; long ones off the event loop, so that streams keep their pace."""
+async def read_asked(service: Service, request: Request) -> bytes:
+    """The body of a request for the engine, logged where that is wanted."""
     service.require_ready()  # before the body is read: a replica that cannot answer says so at once
     raw = await read_body(request)
     if service.config.enable_log_requests:
         said = raw[:MAX_LOGGED_BYTES].decode("utf-8", "replace")
         _log.info("request %s asks: %s", request.state.request_id, said)
+    return raw
+
+
+async def parse_request(service: Service, request: Request, chat: bool) -> ParsedRequest:
+    """Read and check a request; long ones off the event loop, so that streams keep their pace."""
+    raw = await read_asked(service, request)
     parsed = await off_loop(len(raw), lambda: ParsedRequest(service, parse_object(raw), chat))
-    await parsed.compile()
+    await parsed.compile(request)
     if parsed.num_unknown:
         service.metrics.ignored_fields.inc(parsed.num_unknown)
     return parsed

@@ -50,11 +50,13 @@ def responses_routes(service: Service) -> APIRouter:
                 store.put(kept)
 
         if not background:
-            return await respond(request, asked, parsed, answer, done)
+            return await respond(asked, parsed, answer, done)
         generation = request.state.generation = parsed.generation()
         with asked.named():
             await _begun(generation)
+        service.open[id(kept)] = {**request.scope["state"], "response_id": response_id}
         kept.task = asyncio.create_task(_in_background(generation, answer))
+        kept.task.add_done_callback(lambda _: service.open.pop(id(kept)))
         kept.task.add_done_callback(lambda _: done())
         store.put(kept)
         await asyncio.sleep(0)  # a task that is cancelled before it began could not close its generation

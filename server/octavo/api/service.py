@@ -7,8 +7,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,9 @@ class Service:
         self._grammars = GrammarCompiler()
         self._compiling = asyncio.Lock()  # one at a time, and who waits for it holds no thread
         self.failure: OctavoError | None = None
-        self.open: dict[int, dict[str, Any]] = {}  # the state of each HTTP request that is not over
+        self.open: dict[
+            int, dict[str, Any]
+        ] = {}  # state of requests that are not over, or go on in the background
         self.draining = False  # from the first moment of a drain
         self.refusing = False  # after its grace
         self.started = False  # became ready once
@@ -120,13 +124,20 @@ class Service:
 
     async def grammar(self, forms: StructuredOutputs, where: str) -> str:
         """The grammar of a form that ``where`` asks for. Raises ``InvalidRequest`` naming what is wrong."""
-        async with self._compiling:
-            return await in_daemon_thread(lambda: self._grammars.compile(forms, where))
+        return await self._compiled(lambda left: self._grammars.compile(forms, where, left))
 
     async def lark(self, lark: str, where: str) -> str:
         """As ``grammar``, of our own text that comes of what ``where`` holds."""
+        return await self._compiled(lambda left: self._grammars.compile_lark(lark, where, left))
+
+    async def _compiled(self, compile: Callable[[threading.Event], str]) -> str:
+        left = threading.Event()
         async with self._compiling:
-            return await in_daemon_thread(lambda: self._grammars.compile_lark(lark, where))
+            try:
+                return await in_daemon_thread(lambda: compile(left))
+            except asyncio.CancelledError:  # nobody waits for it any more, but others for their turn
+                self._grammars.give_up(left)
+                raise
 
     async def close(self) -> None:
         if self.tracing is not None:

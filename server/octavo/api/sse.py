@@ -19,6 +19,7 @@ from octavo.errors import OctavoError, error_body
 DONE = b"data: [DONE]\n\n"  # how streams of OpenAI's older routes end
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients pass over it
 KEEP_ALIVE_S = 15.0  # silence after which one is sent; proxies often end a connection after 30 or 60
+CLIENT_CLOSED = 499  # nginx's status for a client that left; nobody reads it
 T = TypeVar("T")
 _log = logging.getLogger("octavo.api")
 _encoder = msgspec.json.Encoder()
@@ -26,6 +27,10 @@ _encoder = msgspec.json.Encoder()
 
 class ClientGone(Exception):
     """The client closed its connection before its answer began."""
+
+
+async def on_client_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED)
 
 
 def event(data: Any) -> bytes:

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.api.body import parse_object, read_body
+from octavo.api.body import parse_object
 from octavo.api.fields import CHAT_FIELDS
 from octavo.api.generation import Delta, Generation
 from octavo.api.owner import answered, cached_tokens_comment, owned
 from octavo.api.probes import json_response
-from octavo.api.requests import ParsedRequest, off_loop
+from octavo.api.requests import ParsedRequest, off_loop, read_asked
 from octavo.api.service import Service
 from octavo.api.sse import EventStream, named_event, unless_gone
 from octavo.errors import InvalidRequest, OctavoError
@@ -41,10 +41,13 @@ class Answer(Protocol):
 
 
 class Translated:
-    """The body of a request, and the chat that it is. ``raw_size`` in bytes."""
+    """A request, its body, and the chat that it is. ``raw_size`` in bytes."""
 
-    def __init__(self, service: Service, dialect: Dialect, raw_size: int, body: dict[str, Any]) -> None:
-        self.service, self.dialect, self.raw_size, self.body = service, dialect, raw_size, body
+    def __init__(
+        self, service: Service, request: Request, dialect: Dialect, raw_size: int, body: dict[str, Any]
+    ) -> None:
+        self.service, self.request, self.dialect = service, request, dialect
+        self.raw_size, self.body = raw_size, body
 
     async def parse(self, chat: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> ParsedRequest:
         """Checked, rendered and tokenised; ``chat`` in place of the dialect's own. Errors name fields of the
@@ -55,7 +58,7 @@ class Translated:
             parsed = await off_loop(
                 self.raw_size, lambda: ParsedRequest(self.service, make(self.body), chat=True)
             )
-            await parsed.compile()
+            await parsed.compile(self.request)
         return parsed
 
     @contextlib.contextmanager
@@ -69,8 +72,7 @@ class Translated:
 
 async def read_request(service: Service, request: Request, dialect: Dialect) -> Translated:
     """Read the body. Raises ``InvalidRequest`` for fields that only chats have; counts those nobody knows."""
-    service.require_ready()  # before the body is read: a replica that cannot answer says so at once
-    raw = await read_body(request)
+    raw = await read_asked(service, request)
     body = await off_loop(len(raw), lambda: parse_object(raw))
     unknown = [name for name in body if name not in dialect.fields]
     for name in unknown:
@@ -78,17 +80,14 @@ async def read_request(service: Service, request: Request, dialect: Dialect) -> 
             raise unsupported(name, body[name], "leave it out: it is a field of other routes")
     if unknown:
         service.metrics.ignored_fields.inc(len(unknown))
-    return Translated(service, dialect, len(raw), body)
+    return Translated(service, request, dialect, len(raw), body)
 
 
 async def respond(
-    request: Request,
-    asked: Translated,
-    parsed: ParsedRequest,
-    answer: Answer,
-    done: Callable[[], None] = lambda: None,
+    asked: Translated, parsed: ParsedRequest, answer: Answer, done: Callable[[], None] = lambda: None
 ) -> Response:
     """Run it. ``done`` is called with the answer whole, or failed after its stream had begun."""
+    request = asked.request
     generation = request.state.generation = parsed.generation()
 
     async def begin() -> Response:

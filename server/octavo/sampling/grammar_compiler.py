@@ -34,29 +34,49 @@ MAX_LEXER_STATES = 50_000  # of 1 to 2 kB each: what one grammar may come to hol
 WHITESPACE = r"[ \n\r\t]{1,40}"  # between the parts of JSON: a small model would go on with it for ever
 
 
+class GivenUp(Exception):
+    """Nobody waits for the grammar any more."""
+
+
 class GrammarCompiler:
-    """Compiles forms, one at a time. Its process starts with the first one. Thread safe."""
+    """Compiles forms, one at a time. Its process starts with the first one. Thread safe.
+
+    Whoever may stop waiting passes an event ``left``, to be given to ``give_up`` then.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: OrderedDict[str, str] = OrderedDict()
         self._process: subprocess.Popen[str] | None = None
+        self._left: threading.Event | None = None  # of the compilation that the process is busy with
+        self._process_lock = threading.Lock()  # of these two; held for moments only
 
-    def compile(self, forms: StructuredOutputs, where: str = "structured_outputs") -> str:
+    def compile(
+        self,
+        forms: StructuredOutputs,
+        where: str = "structured_outputs",
+        left: threading.Event | None = None,
+    ) -> str:
         """The grammar of ``forms``; ``where`` is the field of the request, or the part of one, that holds it.
 
-        Raises ``InvalidRequest`` naming the part that cannot be held to.
+        Raises ``InvalidRequest`` naming the part that cannot be held to, and ``GivenUp``.
         """
         form, value = _form(forms)
-        return self._compile(
-            form, value, f"{where}.{form}" if where == "structured_outputs" else where, where
-        )
+        place = f"{where}.{form}" if where == "structured_outputs" else where
+        return self._compile(form, value, place, where, left)
 
-    def compile_lark(self, lark: str, where: str) -> str:
+    def compile_lark(self, lark: str, where: str, left: threading.Event | None = None) -> str:
         """The grammar of a text of llguidance's own kind of Lark, made of what the field ``where`` holds."""
-        return self._compile("lark", lark, where, where)
+        return self._compile("lark", lark, where, where, left)
 
-    def _compile(self, form: str, value: Any, place: str, where: str) -> str:
+    def give_up(self, left: threading.Event) -> None:
+        """End the compilation that was begun with ``left``, at whatever point it is."""
+        with self._process_lock:
+            left.set()
+            if self._left is left and self._process is not None:
+                self._process.kill()
+
+    def _compile(self, form: str, value: Any, place: str, where: str, left: threading.Event | None) -> str:
         request = json.dumps({"form": form, "value": value})
         longest = MAX_LARK if form == "lark" else MAX_TEXT
         if len(request) > longest:
@@ -64,7 +84,7 @@ class GrammarCompiler:
                 f"{place} is {len(request)} characters long: at most {longest}", param=_field(where)
             )
         with self._lock:
-            grammar = self._known.get(request) or self._ask(request, place, where)
+            grammar = self._known.get(request) or self._ask(request, place, where, left)
             self._known[request] = grammar
             self._known.move_to_end(request)
             while len(self._known) > KEPT:
@@ -78,12 +98,19 @@ class GrammarCompiler:
             process.kill()
             process.communicate()
 
-    def _ask(self, request: str, place: str, where: str) -> str:
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, *COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-        process = self._process
+    def _begin(self, left: threading.Event | None) -> subprocess.Popen[str]:
+        with self._process_lock:
+            if left is not None and left.is_set():
+                raise GivenUp
+            if self._process is None:
+                self._process = subprocess.Popen(
+                    [sys.executable, *COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
+            self._left = left
+            return self._process
+
+    def _ask(self, request: str, place: str, where: str, left: threading.Event | None) -> str:
+        process = self._begin(left)
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(request + "\n")
@@ -91,9 +118,13 @@ class GrammarCompiler:
             line = process.stdout.readline()
         except BrokenPipeError:
             line = ""
-        if not line:
+        with self._process_lock:
+            self._left, given_up = None, left is not None and left.is_set()
+        if given_up or not line:
             self._process = None
             process.communicate()
+            if given_up:
+                raise GivenUp
             if process.returncode >= 0:  # a fault of its own: what it wrote says which
                 raise OctavoError(f"the process that compiles {place} has failed")
             slow = process.returncode == -signal.SIGPROF
