@@ -167,7 +167,7 @@ def weight_bytes(model: Path) -> int:
 
 
 def for_vllm(model: Path, folder: Path) -> Path:
-    """A folder that vLLM can load: the model's own, or a GGUF file's weights in bfloat16.
+    """A folder that vLLM can load: the model's own, or a GGUF file's weights in bfloat16 and its tokenizer.
 
     Loaded in float32, rounded, and saved under the plain config: transformers' GGUF config would not load.
     """
@@ -178,6 +178,8 @@ def for_vllm(model: Path, folder: Path) -> Path:
         return target
     from transformers import AutoModelForCausalLM
 
+    from octavo.prompt.assets import load_assets
+
     print(f"writing {target}", file=sys.stderr)
     loaded = AutoModelForCausalLM.from_pretrained(model.parent, gguf_file=model.name, dtype=torch.float32)
     config = type(loaded.config)(
@@ -187,6 +189,8 @@ def for_vllm(model: Path, folder: Path) -> Path:
     plain = type(loaded)(config).to(torch.bfloat16)
     plain.load_state_dict({name: value.to(torch.bfloat16) for name, value in loaded.state_dict().items()})
     plain.save_pretrained(target)
+    (target / "tokenizer.json").write_text(load_assets(model).tokenizer_json)
+    (target / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return target
 
 
