@@ -32,7 +32,10 @@ from octavo.sampling.grammar_compiler import GrammarCompiler
 Prompt: TypeAlias = str | Mapping[str, Any] | list[int]  # a text, {"prompt_token_ids": ids}, or ids
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 
-_CHAT_FIELDS = {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+_CHAT_FIELDS = {
+    "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools", "documents",
+    "reasoning_effort",
+}  # fmt: skip
 _log = logging.getLogger("octavo.llm")
 
 
@@ -115,8 +118,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several (a list of those).
 
-        ``fields`` are those of a chat request: ``add_generation_prompt``, ``continue_final_message``,
-        ``chat_template_kwargs``.
+        ``fields`` are those of a chat request: ``tools`` (calls come as the model writes them, within the
+        text), ``chat_template_kwargs``, ``add_generation_prompt``, ``continue_final_message``, ``documents``,
+        ``reasoning_effort``.
         """
         if unknown := set(fields) - _CHAT_FIELDS:
             raise InvalidRequest(f"chat does not know {min(unknown)!r}", param=min(unknown))

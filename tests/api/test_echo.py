@@ -32,6 +32,41 @@ def streamed(running: Any, **fields: Any) -> list[dict[str, Any]]:
     return [choices[index] for index in sorted(choices)]
 
 
+@pytest.mark.parametrize(
+    ("messages", "fields", "echoed"),
+    [
+        ([("user", "hi"), ("assistant", "I say ")], {"continue_final_message": True}, "I say "),
+        ([("user", "hi"), ("assistant", "I say ")], {}, "I say "),
+        ([("user", "hi")], {}, ""),
+        ([("user", "hi")], {"add_generation_prompt": False}, "hi"),
+    ],
+)
+def test_a_chat_echoes_the_message_that_its_answer_goes_on_with(
+    fast: Any, messages: list[tuple[str, str]], fields: dict[str, Any], echoed: str
+) -> None:
+    said = [{"role": role, "content": content} for role, content in messages]
+    body = {
+        "model": "tiny",
+        "messages": said,
+        "max_tokens": 12,
+        "n": 2,
+        "seed": 4,
+        "temperature": 1,
+        **fields,
+    }
+    client = fast.client().chat.completions
+    extra = {name: body.pop(name) for name in fields}
+    plain = [one.message.content for one in client.create(**body, extra_body=extra).choices]
+    extra["echo"] = True
+    assert [one.message.content for one in client.create(**body, extra_body=extra).choices] == [
+        echoed + text for text in plain
+    ]
+    streamed = ["", ""]
+    for chunk in client.create(**body, extra_body=extra, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert streamed == [echoed + text for text in plain]
+
+
 def test_a_prompt_is_scored_before_the_answer(fast: Any, renderer: Any) -> None:
     """What lm-eval's local-completions sends and reads."""
     fields = {"echo": True, "max_tokens": 1, "logprobs": 1, "temperature": 0, "seed": 1234}

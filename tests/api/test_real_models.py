@@ -298,7 +298,8 @@ def calls_the_tools_it_must(running: Any) -> None:
     ]
     schemas = {"get_weather": weather, "get_time": time}
     named = {"type": "function", "function": {"name": "get_weather"}}
-    for choice, names in (("required", schemas), (named, ["get_weather"])):
+    some = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    for choice, names in (("required", schemas), (named, ["get_weather"]), (some, ["get_weather"])):
         fields = {"model": "tiny", "messages": CHAT, "tools": tools, "tool_choice": choice, "max_tokens": 150}
         fields |= {"seed": 3, "temperature": 1.0, "parallel_tool_calls": False}
         whole = running.client().chat.completions.create(**fields).choices[0]

@@ -147,6 +147,54 @@ def test_stop_strings_are_not_doubled_between_calls_and_text(reciting: Any) -> N
         assert said(read(reciting, f"{CALL} abc END d", tools=TOOLS, stop=["END"]))[0] == "abc "
 
 
+FUNCTIONS = [tool["function"] for tool in TOOLS]
+
+
+@pytest.mark.parametrize("asked", [None, {"name": "f"}])
+def test_functions_are_called_in_the_older_form(reciting: Any, asked: Any) -> None:
+    fields = ask(reciting, f"so {CALL}", functions=FUNCTIONS, **({"function_call": asked} if asked else {}))
+    client = reciting.client().chat.completions
+    choice = client.create(**fields).choices[0]
+    assert choice.finish_reason == "function_call" and choice.message.tool_calls is None
+    assert (choice.message.function_call.name, choice.message.function_call.arguments) == ("f", '{"id": 42}')
+    chunks = [chunk.choices[0] for chunk in client.create(**fields, stream=True)]
+    pieces = [chunk.delta.function_call for chunk in chunks if chunk.delta.function_call]
+    assert pieces[0].name == "f" and not any(piece.name for piece in pieces[1:])
+    assert "".join(piece.arguments for piece in pieces) == '{"id": 42}'
+    assert not any(chunk.delta.tool_calls for chunk in chunks)
+    assert chunks[-1].finish_reason == "function_call"
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == (choice.message.content or "")
+
+
+def test_without_a_call_functions_change_nothing(reciting: Any) -> None:
+    for asked in ("auto", "none"):
+        choice = whole(reciting, "hello", functions=FUNCTIONS, function_call=asked)
+        assert said(choice) == ("hello", "", [], "stop") and "function_call" not in choice["message"]
+
+
+def test_a_wrong_function_is_named_as_it_was_sent(reciting: Any) -> None:
+    bad = {"name": "f", "parameters": {"properties": {"a": {"type": "sand"}}}}
+    for fields, param in (
+        ({"functions": FUNCTIONS, "function_call": {"name": "x"}}, "function_call.name"),
+        ({"functions": [{**bad, "strict": True}]}, "functions[0]"),
+        ({"functions": [bad], "function_call": {"name": "f"}}, "functions"),
+        ({"functions": FUNCTIONS, "tools": TOOLS}, "functions"),
+    ):
+        answer = reciting.post("/v1/chat/completions", ask(reciting, "x", **fields))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_only_some_of_the_tools_may_be_allowed(reciting: Any) -> None:
+    ping = {"type": "function", "function": {"name": "ping"}}
+    for mode in ("auto", "required"):
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [ping]}}
+        answer = whole(reciting, f"so {PING}", tools=TOOLS, tool_choice=choice)
+        assert said(answer)[2:] == ([("ping", "{}")], "tool_calls")
+    choice["allowed_tools"]["mode"] = "nothing"
+    refused = reciting.post("/v1/chat/completions", ask(reciting, "x", tools=TOOLS, tool_choice=choice))
+    assert refused.json()["error"]["param"] == "tool_choice.allowed_tools.mode"
+
+
 def test_a_client_library_reads_the_calls(reciting: Any) -> None:
     answer = reciting.client().chat.completions.create(**ask(reciting, f"so {CALL}{PING}", tools=TOOLS))
     calls = answer.choices[0].message.tool_calls

@@ -25,6 +25,7 @@ from octavo.errors import (  # noqa: E402
 
 HIDDEN, HEADS, KV_HEADS, MIDDLE, LAYERS = 32, 4, 2, 48, 2
 TEMPLATE = (
+    "{% for t in tools or [] %}<t>{{ t.function.name }}{{ aloud }}</t>{% endfor %}"
     "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>{% endif %}"
 )
@@ -308,8 +309,13 @@ def test_a_chat_is_rendered_with_the_models_template(llm):
     assert two[0] == output or two[0].outputs == output.outputs
     (plain,) = llm.chat(one, GREEDY, use_tqdm=False, add_generation_prompt=False)
     assert plain.prompt == "<s>user:hi</s>"
-    with pytest.raises(InvalidRequest, match="'tools'"):
-        llm.chat(one, GREEDY, tools=[])
+    tools = [{"type": "function", "function": {"name": "ping"}}]
+    (told,) = llm.chat(one, GREEDY, use_tqdm=False, tools=tools, chat_template_kwargs={"aloud": "!"})
+    assert told.prompt == "<t>ping!</t><s>user:hi</s><s>"
+    with pytest.raises(InvalidRequest, match=r"tools\[0\].function"):
+        llm.chat(one, GREEDY, tools=[{"type": "function"}])
+    with pytest.raises(InvalidRequest, match="'tool_choice'"):
+        llm.chat(one, GREEDY, tool_choice="required")
 
 
 def test_what_cannot_be_served_is_refused_by_place_before_anything_runs(llm):

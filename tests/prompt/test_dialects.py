@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from octavo.errors import InvalidRequest
 from octavo.prompt.anthropic import MESSAGES
+from octavo.prompt.legacy import with_tools
 from octavo.prompt.messages import template_messages
 from octavo.prompt.responses import RESPONSES, chat_of_response
 from octavo.prompt.tools.definitions import parse_tool_choice, parse_tools
@@ -85,7 +86,68 @@ def test_a_conversation_is_the_same_chat_in_both_apis() -> None:
     assert one["max_completion_tokens"] == other["max_tokens"] == 5
     for chat in (one, other):
         assert chat["response_format"]["json_schema"]["schema"] == SCHEMA
-        assert parse_tool_choice(chat["tool_choice"], parse_tools(chat["tools"])).name == "f"
+        assert parse_tool_choice(chat["tool_choice"], parse_tools(chat["tools"])).names == ("f",)
+
+
+def test_some_of_the_tools_are_named_by_responses_as_by_chats() -> None:
+    tools = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("f", "g")]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]}
+    chat = RESPONSES.chat({"input": "hello", "tools": tools, "tool_choice": choice})
+    read = parse_tool_choice(chat["tool_choice"], parse_tools(chat["tools"]))
+    assert (read.mode, read.names) == ("auto", ("g",))
+    for changed, param in (
+        ({"mode": "none"}, "tool_choice.mode"),
+        ({"tools": [{"type": "function", "name": "x"}]}, "tool_choice.tools[0].name"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            chat = RESPONSES.chat({"input": "hello", "tools": tools, "tool_choice": {**choice, **changed}})
+            parse_tool_choice(chat["tool_choice"], parse_tools(chat["tools"]))
+        assert RESPONSES.as_asked(caught.value).param == param
+    for wrong in ({"tools": "g"}, {"tools": [{"type": "mcp"}]}, {"tools": [{"type": "function"}]}):
+        with pytest.raises(InvalidRequest, match=r"tool_choice\.tools"):
+            RESPONSES.chat({"input": "hello", "tools": tools, "tool_choice": {**choice, **wrong}})
+
+
+FUNCTIONS = [{"name": name, "description": "does it", "parameters": SCHEMA} for name in ("f", "g")]
+
+
+def test_functions_are_tools_of_the_older_form() -> None:
+    body = {"model": "m", "messages": [], "functions": FUNCTIONS}
+    chat = with_tools(body)
+    assert chat.keys() == {"model", "messages", "tools", "tool_choice", "parallel_tool_calls"}
+    assert [tool["function"] for tool in chat["tools"]] == FUNCTIONS and not chat["parallel_tool_calls"]
+    for call, mode, names in (
+        (None, "auto", None),
+        ("none", "none", None),
+        ({"name": "g"}, "required", ("g",)),
+    ):
+        chat = with_tools({**body, "function_call": call})
+        read = parse_tool_choice(chat["tool_choice"], parse_tools(chat["tools"]))
+        assert (read.mode, read.names) == (mode, names)
+    plain = {"model": "m", "functions": [], "function_call": "auto", "tools": None}
+    assert with_tools(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"functions": "f"}, "functions"),
+        ({"functions": [1]}, "functions[0]"),
+        ({"functions": [{"name": "a b"}]}, "functions[0].name"),
+        ({"functions": [*FUNCTIONS, FUNCTIONS[0]]}, "functions[2].name"),
+        ({"functions": [{"name": "f", "parameters": {"type": "string"}}]}, "functions[0].parameters.type"),
+        ({"functions": FUNCTIONS, "function_call": {"name": "x"}}, "function_call.name"),
+        ({"functions": FUNCTIONS, "function_call": "required"}, "function_call"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"functions": FUNCTIONS, "tools": []}, "functions"),
+        ({"functions": FUNCTIONS, "tool_choice": "auto"}, "functions"),
+    ],
+)
+def test_a_wrong_function_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        with_tools({"model": "m", **fields})
+    assert caught.value.param == param
+    assert param in caught.value.message
 
 
 def test_what_the_assistant_said_in_a_row_is_one_turn() -> None:

@@ -272,10 +272,15 @@ def test_tools_and_earlier_calls_reach_the_template_as_objects(smollm2: Any) -> 
     ]
     body = {"messages": messages, "tools": TOOLS, "documents": [{"title": "T"}]}
     rendered = with_template(smollm2, template).render(body)
-    assert rendered == "f assistant 1  why;tool 42 ;function 43 ;T"
+    assert rendered == "f assistant 1  why;tool 42 ;tool 43 ;T"
     objects = [{**CALLS[0], "function": {"name": "f", "arguments": {"a": [1]}}}]
     same = {**body, "messages": [{**messages[0], "tool_calls": objects}, *messages[1:]]}
     assert with_template(smollm2, template).render(same) == rendered
+    older = {"role": "assistant", "content": None, "function_call": CALLS[0]["function"], "reasoning": "why"}
+    same = {**body, "messages": [older, *messages[1:]]}
+    assert with_template(smollm2, template).render(same) == rendered
+    functions = {**{name: body[name] for name in ("messages", "documents")}, "functions": [{"name": "f"}]}
+    assert with_template(smollm2, template).render(functions) == rendered
 
 
 @pytest.mark.parametrize(

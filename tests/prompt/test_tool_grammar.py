@@ -249,24 +249,38 @@ def test_a_wrong_definition_is_named(tools: Any, named: str) -> None:
     assert caught.value.param == named
 
 
+def allowed(mode: str, *tools: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
+PING = {"type": "function", "function": {"name": "ping"}}
+
+
 @pytest.mark.parametrize(
-    ("choice", "mode", "name"),
+    ("choice", "mode", "names"),
     [
         (None, "auto", None),
         ("none", "none", None),
         ("required", "required", None),
-        ({"type": "function", "function": {"name": "ping"}}, "required", "ping"),
+        (PING, "required", ("ping",)),
+        (allowed("auto", PING), "auto", ("ping",)),
+        (allowed("required", PING), "required", ("ping",)),
     ],
 )
-def test_the_choice_of_tools_is_read(choice: Any, mode: str, name: str | None) -> None:
+def test_the_choice_of_tools_is_read(choice: Any, mode: str, names: tuple[str, ...] | None) -> None:
     read = parse_tool_choice(choice, TOOLS)
-    assert (read.mode, read.name) == (mode, name)
+    assert (read.mode, read.names) == (mode, names)
     assert parse_tool_choice(None, ()).mode == "none"
 
 
 @pytest.mark.parametrize(
-    "choice", ["some", 1, {"type": "function"}, {"type": "function", "function": {"name": "x"}}]
-)
+    "choice",
+    [
+        "some", 1, {"type": "function"}, {"type": "function", "function": {"name": "x"}},
+        {"type": "allowed_tools"}, allowed("none", PING), allowed("auto"), allowed("auto", "ping"),
+        allowed("auto", {"type": "function", "function": {"name": "x"}}),
+    ],
+)  # fmt: skip
 def test_a_wrong_choice_is_named(choice: Any) -> None:
     with pytest.raises(InvalidRequest, match="tool_choice"):
         parse_tool_choice(choice, TOOLS)

@@ -153,7 +153,7 @@ class CompletionAnswer(_Answer):
         """The first delta of a choice begins with the prompt, where that is to be shown."""
         if delta.index not in self._to_echo:
             return delta
-        prompt = self._request.prompt_text(delta.index // self._request.sampling.n)
+        prompt = self._request.echoed(delta.index // self._request.sampling.n)
         return msgspec.structs.replace(delta, text=prompt + delta.text)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
@@ -184,13 +184,33 @@ class ChatAnswer(_Answer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, request: ParsedRequest, name: str, created: int) -> None:
+        super().__init__(request, name, created)
+        self._echo = request.echoed(0)
+        for choice in self._choices:
+            choice.turn.add([Content(self._echo)])
+
+    def add(self, delta: Delta) -> None:
+        super().add(self._ended(delta))
+
+    def chunk(self, delta: Delta) -> dict[str, Any] | None:
+        return super().chunk(self._ended(delta))
+
+    def _ended(self, delta: Delta) -> Delta:
+        """A call of a function is the end of the older form."""
+        if not self._request.functions or delta.finish_reason != "tool_calls":
+            return delta
+        return msgspec.structs.replace(delta, finish_reason="function_call")
+
     def first_chunks(self) -> Iterator[dict[str, Any]]:
         for index in range(len(self._choices)):
-            delta = {"role": "assistant", "content": ""}
-            chunk = self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
-            if self._request.return_token_ids:
-                chunk["prompt_token_ids"] = self._request.prompts[0]
-            yield chunk
+            for delta in ({"role": "assistant", "content": ""}, {"content": self._echo}):
+                choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+                chunk = self._chunk([choice])
+                if "role" in delta and self._request.return_token_ids:
+                    chunk["prompt_token_ids"] = self._request.prompts[0]
+                if "role" in delta or self._echo:
+                    yield chunk
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         whole = super().whole(usage)
@@ -208,10 +228,11 @@ class ChatAnswer(_Answer):
     def _text_of(self, delta: Delta) -> dict[str, Any]:
         if delta.events is None:
             return {"delta": {"content": delta.text} if delta.text else {}}
-        return {"delta": delta_of(self._events(delta))}
+        return {"delta": delta_of(self._events(delta), self._request.functions)}
 
     def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         reading = self._request.reading
         reasons = reading is not None and reading.reasoning is not None and self._request.include_reasoning
         forced = reading is not None and reading.choice.mode == "required"
-        return {"message": choice.turn.message(reasons, forced), **self._end(index, choice)}
+        message = choice.turn.message(reasons, forced, self._request.functions)
+        return {"message": message, **self._end(index, choice)}

@@ -19,9 +19,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
 }  # the last four are older names of structured_outputs: an answer in any form is not what they ask
 _OFF_CHAT: dict[str, tuple[Any, ...]] = {
     **_OFF,
-    "echo": (False,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
 }
@@ -46,7 +43,7 @@ _COMMON = [
 _CHAT = [
     "messages", "max_completion_tokens", "top_logprobs", "add_generation_prompt", "continue_final_message",
     "chat_template", "chat_template_kwargs", "documents", "tools", "tool_choice", "parallel_tool_calls",
-    "include_reasoning", "reasoning_effort",
+    "functions", "function_call", "include_reasoning", "reasoning_effort", "echo",
 ]  # fmt: skip
 _COMPLETION = ["prompt", "add_special_tokens", "echo"]
 REFUSED_FIELDS = frozenset([*_OFF_CHAT, *_OFF_COMPLETION]).difference(

@@ -40,7 +40,7 @@ class Delta(msgspec.Struct, frozen=True):
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
-    finish_reason: FinishReason | Literal["tool_calls"] | None = None
+    finish_reason: FinishReason | Literal["tool_calls", "function_call"] | None = None
     stop_reason: int | str | None = None
     events: list[Event] | None = None  # what the text is, where it is more than content
     event_ends: Sequence[int] = ()  # how many of the events there were after each token

@@ -101,20 +101,16 @@ _MESSAGE = {
     },
     "required": ["role"],
 }
-_TOOL = _object(
+_FUNCTION = _object(
     {
-        "type": {"const": "function"},
-        "function": _object(
-            {
-                "name": _SOME_TEXT,
-                "description": _or_null(_TEXT),
-                "parameters": _or_null({"type": "object"}),
-                "strict": _or_null(_FLAG),
-            },
-            ("name",),
-        ),
-    }
+        "name": _SOME_TEXT,
+        "description": _or_null(_TEXT),
+        "parameters": _or_null({"type": "object"}),
+        "strict": _or_null(_FLAG),
+    },
+    ("name",),
 )
+_TOOL = _object({"type": {"const": "function"}, "function": _FUNCTION})
 _FORM = _one_of(
     _object({"type": {"enum": ["text", "json_object"]}}),
     _object(
@@ -171,6 +167,8 @@ _FIELDS: dict[str, Schema] = {
     "documents": _list({"type": "object"}),
     "tools": _list(_TOOL),
     "tool_choice": _one_of({"enum": ["none", "auto", "required"]}, {"type": "object"}),
+    "functions": _list(_FUNCTION),
+    "function_call": _one_of({"enum": ["none", "auto"]}, _object({"name": _SOME_TEXT})),
     "reasoning_effort": {"enum": ["none", "minimal", "low", "medium", "high", "xhigh"]},
 }
 _SWITCHES = (
@@ -200,7 +198,7 @@ _USAGE = _object(
 _END = {
     "index": _COUNT,
     "logprobs": _or_null({"type": "object"}),
-    "finish_reason": {"enum": ["stop", "length", "tool_calls", "abort"]},
+    "finish_reason": {"enum": ["stop", "length", "tool_calls", "function_call", "abort"]},
     "stop_reason": {"type": ["string", "integer", "null"]},
 }
 

@@ -21,6 +21,8 @@ from octavo.api.service import Service
 from octavo.api.sse import unless_gone
 from octavo.core.sampling_params import StructuredOutputs
 from octavo.errors import InvalidRequest
+from octavo.prompt.legacy import LEGACY, with_tools
+from octavo.prompt.messages import template_messages
 from octavo.prompt.tools.grammar import with_answer
 from octavo.prompt.tools.reading import OutputReading
 
@@ -62,7 +64,7 @@ class ParsedRequest:
             raise wrong("priority", self.priority, "a 32-bit integer")
         self.deadline = self._deadline()
         self.sampling = sampling_params(fields, service.defaults, chat)
-        self.echo = not chat and fields.flag("echo", False)
+        self.echo = fields.flag("echo", False)
         self.prompt_only = not chat and prompt_only(fields)
         self.prompt_logprobs = fields.integer("prompt_logprobs")
         if self.prompt_only and self.sampling.min_tokens:
@@ -72,6 +74,7 @@ class ParsedRequest:
                 if body.get(name) not in (None, False):
                     raise InvalidRequest(f"{name} does not stream: leave stream out", param=name)
         self.include_reasoning = fields.flag("include_reasoning", True)
+        self.functions = chat and body.get("functions") not in (None, [])  # the older form of tools
         self.reading: OutputReading | None = None
         self.prompts = self._prompts()
 
@@ -92,8 +95,9 @@ class ParsedRequest:
             raise wrong("truncate_prompt_tokens", last, allowed)
         fits = longest if last is None else max(longest, LONGEST_CUT)
         if self.chat:
-            rendered = self.renderer.render(dict(body))
-            self.reading = self._read(rendered)
+            chat = with_tools(dict(body))
+            rendered = self.renderer.render(chat)
+            self.reading = self._read(chat, rendered)
             prompts = [self.renderer.chat_tokens(rendered, fits)]
         else:
             if body.get("prompt") is None:
@@ -109,10 +113,13 @@ class ParsedRequest:
     async def compile(self, request: Request) -> None:
         """Make the grammar of the form that is asked for, if any. ``ClientGone`` when the client leaves."""
         forms, where = structured_outputs(self.fields)
-        lark = self.reading.grammar(answer=forms is not None) if self.reading is not None else None
-        if forms is not None or lark is not None:
-            grammar = await unless_gone(request, self._grammar(forms, where, lark))
-            self.sampling = msgspec.structs.replace(self.sampling, grammar=grammar)
+        try:
+            lark = self.reading.grammar(answer=forms is not None) if self.reading is not None else None
+            if forms is not None or lark is not None:
+                grammar = await unless_gone(request, self._grammar(forms, where, lark))
+                self.sampling = msgspec.structs.replace(self.sampling, grammar=grammar)
+        except InvalidRequest as error:
+            raise LEGACY.as_asked(error) if self.functions else error from None
 
     async def _grammar(self, forms: StructuredOutputs | None, where: str, lark: str | None) -> str | None:
         """Of the form and of what else the model says: reasoning and calls (``lark``)."""
@@ -130,11 +137,10 @@ class ParsedRequest:
                 grammar = await service.lark(lark, "tools")
         return grammar
 
-    def _read(self, rendered: str) -> OutputReading | None:
+    def _read(self, chat: dict[str, Any], rendered: str) -> OutputReading | None:
         """How a chat's answers are read; None where they are content and nothing else."""
-        parallel = self.fields.flag("parallel_tool_calls", True)
-        body, config = dict(self.fields.body), self.service.config
-        reading = OutputReading(config, self.renderer, body, rendered, parallel)
+        parallel = Fields(chat).flag("parallel_tool_calls", True)
+        reading = OutputReading(self.service.config, self.renderer, chat, rendered, parallel)
         return reading if reading.active else None
 
     def _stream_options(self) -> tuple[bool, bool]:
@@ -153,8 +159,25 @@ class ParsedRequest:
         usage = inner.flag("include_usage", False) or always
         return usage, inner.flag("continuous_usage_stats", False) and usage
 
-    def prompt_text(self, index: int) -> str:
-        """The text of a completion's prompt, as it was sent where it was a text."""
+    def echoed(self, index: int) -> str:
+        """What answers to a prompt begin with, where ``echo`` asks for it: the text of a completion's prompt;
+        the last message of a chat, where the answer goes on in its role.
+        """
+        if not self.echo:
+            return ""
+        if not self.chat:
+            return self._prompt_text(index)
+        last = template_messages(self.fields.body["messages"][-1:])[0]
+        goes_on = last["role"] == "assistant" or not self._adds_turn()
+        return (last["content"] or "") if goes_on else ""
+
+    def _adds_turn(self) -> bool:
+        """Whether the prompt of a chat begins a turn of the assistant, as the renderer has it."""
+        continued = self.fields.flag("continue_final_message", False)
+        return self.fields.flag("add_generation_prompt", not continued)
+
+    def _prompt_text(self, index: int) -> str:
+        """As it was sent, where it was a text."""
         given = self.fields.body["prompt"]
         one = given if isinstance(given, str) else given[index]
         if isinstance(one, str) and self.fields.body.get("truncate_prompt_tokens") is None:

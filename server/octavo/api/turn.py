@@ -8,14 +8,18 @@ from typing import Any
 from octavo.prompt.tools.parser import CallArguments, CallStart, Content, Event, Reasoning
 
 
-def delta_of(events: Sequence[Event]) -> dict[str, Any]:
-    """The ``delta`` of a chunk: all that is new, in OpenAI's form; empty when nothing is."""
+def delta_of(events: Sequence[Event], functions: bool = False) -> dict[str, Any]:
+    """The ``delta`` of a chunk: all that is new, in OpenAI's form (its first one for calls, with
+    ``functions``); empty when nothing is.
+    """
     turn = Turn()
     turn.add(events)
     delta: dict[str, Any] = {"content": text} if (text := "".join(turn.content)) else {}
     if text := "".join(turn.reasoning):
         delta |= {"reasoning": text, "reasoning_content": text}
-    if turn.calls:
+    if turn.calls and functions:
+        delta["function_call"] = turn.function_call()
+    elif turn.calls:
         delta["tool_calls"] = [{"index": index, **_shown(call)} for index, call in turn.calls.items()]
     return delta
 
@@ -40,7 +44,12 @@ class Turn:
                 case CallArguments():
                     self.calls.setdefault(event.index, (None, []))[1].append(event.text)
 
-    def message(self, reasons: bool, forced: bool) -> dict[str, Any]:
+    def function_call(self) -> dict[str, Any]:
+        """The one call, or what is new of it, in OpenAI's first form."""
+        function: dict[str, Any] = _shown(next(iter(self.calls.values())))["function"]
+        return function
+
+    def message(self, reasons: bool, forced: bool, functions: bool = False) -> dict[str, Any]:
         """The whole message; ``reasons``: reasoning is told from the content. Where none is beside calls,
         content is null, as OpenAI has it; beside ``forced`` calls it is empty, as vLLM has it.
         """
@@ -53,7 +62,9 @@ class Turn:
         if reasons:
             text = "".join(self.reasoning) or None
             message |= {"reasoning": text, "reasoning_content": text}
-        if self.calls:
+        if self.calls and functions:
+            message["function_call"] = self.function_call()
+        elif self.calls:
             message["tool_calls"] = [_shown(call) for call in self.calls.values()]
         return message
 

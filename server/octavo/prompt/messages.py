@@ -29,7 +29,8 @@ class Arguments(dict[str, Any]):
 def template_messages(messages: Any, form: Form = "string") -> list[dict[str, Any]]:
     """Copies of the messages, contents in the form that the template reads: a string (text parts joined by
     newlines); a list of text parts ("openai"); or either, as they were given. Arguments of calls are objects,
-    reasoning goes by both its names, and what a tool said has the tool's name.
+    reasoning goes by both its names, what a tool said has the tool's name, and calls of functions and what
+    those said are of tools.
 
     Raises ``InvalidRequest`` naming the message and the field.
     """
@@ -56,6 +57,7 @@ def _message(message: Any, where: str, form: Form) -> dict[str, Any]:
         raise InvalidRequest(
             f"{where}.role is {role!r}: it must be one of {', '.join(ROLES)}", param=f"{where}.role"
         )
+    message = _with_calls(message, role, where)
     plain = {key: value for key, value in message.items() if value is not None}
     texts = _content(message.get("content"), role, where, bool(message.get("tool_calls")))
     if texts is not None and (form == "openai" or (form == "given" and isinstance(message["content"], list))):
@@ -72,6 +74,23 @@ def _message(message: Any, where: str, form: Form) -> dict[str, Any]:
     if "tool_calls" in plain:
         plain["tool_calls"] = _tool_calls(plain["tool_calls"], f"{where}.tool_calls")
     return plain
+
+
+def _with_calls(message: dict[str, Any], role: str, where: str) -> dict[str, Any]:
+    """A message of the older form, with ``function_call`` or of the role function, in that of tools."""
+    if role == "function":
+        return {"tool_call_id": f"call_{message.get('name')}", **message, "role": "tool"}
+    call = message.get("function_call")
+    if role != "assistant" or call is None or message.get("tool_calls"):
+        return message
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise InvalidRequest(
+            f"{where}.function_call must be an object with name and arguments, not {_kind(call)}",
+            param=f"{where}.function_call",
+        )
+    left = {name: value for name, value in message.items() if name != "function_call"}
+    function = {**call, "arguments": _arguments(call, f"{where}.function_call")}
+    return {**left, "tool_calls": [{"id": f"call_{call['name']}", "type": "function", "function": function}]}
 
 
 def _content(content: Any, role: str, where: str, has_calls: bool) -> list[str] | None:
@@ -118,17 +137,21 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             raise InvalidRequest(
                 f"{where}[{index}] must be an object with function.name", param=f"{where}[{index}]"
             )
-        field = f"{where}[{index}].function.arguments"
-        arguments = function.get("arguments") or "{}"
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError) as error:
-                raise InvalidRequest(f"{field} is not JSON: {error}", param=field) from error
-        if not isinstance(arguments, dict):
-            raise InvalidRequest(f"{field} must be an object, not {_kind(arguments)}", param=field)
-        plain.append({**call, "function": {**function, "arguments": Arguments(arguments)}})
+        arguments = _arguments(function, f"{where}[{index}].function")
+        plain.append({**call, "function": {**function, "arguments": arguments}})
     return plain
+
+
+def _arguments(function: dict[str, Any], where: str) -> Arguments:
+    field, arguments = f"{where}.arguments", function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{field} is not JSON: {error}", param=field) from error
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{field} must be an object, not {_kind(arguments)}", param=field)
+    return Arguments(arguments)
 
 
 def _kind(value: Any) -> str:

@@ -12,6 +12,7 @@ import tokenizers
 from octavo.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from octavo.prompt.assets import PromptAssets
 from octavo.prompt.chat_template import ChatTemplate, render_continued
+from octavo.prompt.legacy import with_tools
 from octavo.prompt.messages import Form, template_messages
 from octavo.prompt.pieces import PieceTable
 from octavo.prompt.tools.definitions import parse_tools
@@ -45,10 +46,11 @@ class PromptRenderer:
     def render(self, body: dict[str, Any]) -> str:
         """The text of a chat request, its template applied.
 
-        Reads ``messages``, ``tools``, ``documents``, ``reasoning_effort``, ``add_generation_prompt`` (default
-        true), ``continue_final_message``, ``chat_template`` and ``chat_template_kwargs``. Raises
-        ``InvalidRequest``.
+        Reads ``messages``, ``tools`` or ``functions``, ``documents``, ``reasoning_effort``,
+        ``add_generation_prompt`` (default true), ``continue_final_message``, ``chat_template`` and
+        ``chat_template_kwargs``. Raises ``InvalidRequest``.
         """
+        body = with_tools(body)
         template = self._template(body.get("chat_template"))
         form: Form = template.content_form if template is not None else "string"
         if self.assets.content_format != "auto":

@@ -157,10 +157,20 @@ def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
 def _tool_choice(choice: Any) -> Any:
     if not isinstance(choice, dict):
         return choice
+    if choice.get("type") == "allowed_tools":
+        named = objects(choice.get("tools"), "tool_choice.tools")
+        tools = [_tool_named(one, f"tool_choice.tools[{index}]") for index, one in enumerate(named)]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     if choice.get("type") != "function":
-        allowed = "give none, auto, required or a function by its name"
+        allowed = "give none, auto, required, allowed_tools or a function by its name"
         raise unsupported("tool_choice.type", choice.get("type"), allowed)
-    return {"type": "function", "function": {"name": string(choice, "name", "tool_choice")}}
+    return _tool_named(choice, "tool_choice")
+
+
+def _tool_named(value: dict[str, Any], where: str) -> dict[str, Any]:
+    if value.get("type") != "function":
+        raise unsupported(f"{where}.type", value.get("type"), "only tools of type 'function' are run here")
+    return {"type": "function", "function": {"name": string(value, "name", where)}}
 
 
 def _text(value: Any) -> dict[str, Any]:
@@ -211,7 +221,8 @@ RESPONSES = Dialect(
     renamed=(
         (r"messages|prompt", "input"),
         (r"tools\[(\d+)\]\.function", r"tools[\1]"),
-        (r"tool_choice\.function", "tool_choice"),
+        (r"tool_choice\.allowed_tools\.tools\[(\d+)\]\.function", r"tool_choice.tools[\1]"),
+        (r"tool_choice\.allowed_tools|tool_choice\.function", "tool_choice"),
         (r"response_format\.json_schema|response_format", "text.format"),
         (r"max_completion_tokens|max_tokens", "max_output_tokens"),
         ("reasoning_effort", "reasoning.effort"),

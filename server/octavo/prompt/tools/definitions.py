@@ -26,10 +26,12 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """none: no calls; auto: the model decides; required: at least one call, to ``name`` if there is one."""
+    """none: no calls; auto: the model decides; required: at least one call. ``names``: of the tools that may
+    be called, where not all may.
+    """
 
     mode: Literal["none", "auto", "required"]
-    name: str | None = None
+    names: tuple[str, ...] | None = None
 
 
 def parse_tools(value: Any) -> tuple[Tool, ...]:
@@ -80,19 +82,40 @@ def parse_tool_choice(value: Any, tools: Sequence[Tool]) -> ToolChoice:
     """Raises ``InvalidRequest``; without tools only none and auto are possible."""
     if value is None or value in ("auto", "none"):
         return ToolChoice("none" if not tools or value == "none" else "auto")
-    name = None
-    if isinstance(value, dict):
-        function = value.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if value.get("type", "function") != "function" or not isinstance(name, str):
-            raise _wrong("tool_choice", value, '{"type": "function", "function": {"name": ...}}')
-    elif value != "required":
-        raise _wrong("tool_choice", value, "none, auto, required or an object that names a function")
+    if not isinstance(value, dict) and value != "required":
+        raise _wrong("tool_choice", value, "none, auto, required or an object that names functions")
     if not tools:
         raise InvalidRequest("tool_choice asks for a call but there are no tools", param="tool_choice")
-    if name is not None and name not in (known := [tool.name for tool in tools]):
-        raise _wrong("tool_choice.function.name", name, f"one of the tools: {', '.join(known):.300}")
-    return ToolChoice("required", name)
+    if value == "required":
+        return ToolChoice("required")
+    if value.get("type") == "allowed_tools":
+        return _allowed(value.get("allowed_tools"), tools)
+    return ToolChoice("required", (_named(value, tools, "tool_choice"),))
+
+
+def _allowed(value: Any, tools: Sequence[Tool]) -> ToolChoice:
+    """Some of the tools, to be called or not."""
+    where = "tool_choice.allowed_tools"
+    if not isinstance(value, dict):
+        raise _wrong(where, value, "an object with mode and tools")
+    mode, given = value.get("mode"), value.get("tools")
+    if mode not in ("auto", "required"):
+        raise _wrong(f"{where}.mode", mode, "auto or required")
+    if not isinstance(given, list) or not given:
+        raise _wrong(f"{where}.tools", given, "a list of at least one tool")
+    names = tuple(_named(one, tools, f"{where}.tools[{index}]") for index, one in enumerate(given))
+    return ToolChoice(mode, names)
+
+
+def _named(value: Any, tools: Sequence[Tool], where: str) -> str:
+    """The name of a tool in an object that refers to it."""
+    function = value.get("function") if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or value.get("type", "function") != "function":
+        raise _wrong(where, value, '{"type": "function", "function": {"name": ...}}')
+    if name not in (known := [tool.name for tool in tools]):
+        raise _wrong(f"{where}.function.name", name, f"one of the tools: {', '.join(known):.300}")
+    return name
 
 
 def _wrong(where: str, value: Any, allowed: str) -> InvalidRequest:

@@ -51,7 +51,9 @@ class OutputReading:
         self._form: ToolFormat | None = None
         if self.choice.mode != "none":
             self._form = form or TOOL_FORMATS[_FALLBACK]
-            self.tools = tuple(tool for tool in tools if self.choice.name in (None, tool.name))
+            self.tools = tuple(
+                tool for tool in tools if self.choice.names is None or tool.name in self.choice.names
+            )
         self._parallel = parallel
         self.reasoning: ReasoningFormat | None = reasoning_format(config.reasoning_parser, self._template)
         self._opened = self.reasoning.opened(rendered) if self.reasoning is not None else None
@@ -79,7 +81,8 @@ class OutputReading:
         if self._form is None:
             return None
         required = self.choice.mode == "required"
-        if not required and not answer and self._parallel and not any(tool.strict for tool in self.tools):
+        held = required or not self._parallel or self.choice.names is not None
+        if not held and not answer and not any(tool.strict for tool in self.tools):
             return None
         try:
             return tool_grammar(
