@@ -21,7 +21,7 @@ RUN python3 -c "import tomllib; \
     heavy = [d for d in extras['server'] if d.startswith('torch')]; \
     lists = {'build': toml['build-system']['requires'], 'heavy': heavy, \
              'server': toml['project']['dependencies'] + extras['server'], \
-             'control': toml['project']['dependencies'] + extras['router'] + extras['operator']}; \
+             'control': toml['project']['dependencies'] + extras['router'] + extras['operator'] + extras['client']}; \
     [open(f'/src/{name}.txt', 'w').write('\n'.join(lines) + '\n') for name, lines in lists.items()]"
 
 FROM base AS code

@@ -31,12 +31,12 @@ from octavo_router.fleet import POLL_INTERVAL_S, POLL_TIMEOUT_S, Fleet
 from octavo_router.index import DEFAULT_BUDGET_BYTES, PrefixIndex
 from octavo_router.membership import Membership
 from octavo_router.metrics import Metrics
-from octavo_router.proxy import DEFAULT_MAX_BODY_BYTES, ROUTES, Proxy, ProxyRoute
+from octavo_router.proxy import DEFAULT_MAX_BODY_BYTES, PAGE, ROUTES, Proxy, ProxyRoute
 from octavo_router.relay import CONNECT_TIMEOUT_S
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset(("/health", "/live", "/ready", "/metrics"))
+OPEN_PATHS = frozenset((PAGE, "/health", "/live", "/ready", "/metrics"))  # the page asks for the key itself
 # Kept connections are dropped before the engine's own server drops them (uvicorn: 5 s), so that a request
 # rarely meets a connection that is just being closed.
 KEEPALIVE_S = 4.0
@@ -199,7 +199,7 @@ class _Forwarded:
 
 
 class _Keys:
-    """Lets in only requests with a key, but for health, probes and metrics."""
+    """Lets in only requests with a key, but for the page, health, probes and metrics."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app

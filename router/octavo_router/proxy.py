@@ -58,7 +58,7 @@ MAX_ID_LENGTH = 128
 @dataclass(frozen=True)
 class ProxyRoute:
     """A route of the engine. ``generates``: its answer costs prefill and decode. One with a ``response_id``
-    in its path goes to the engine that made the response, its body unread.
+    in its path goes to the engine that made the response, its body unread; so does the page, to any engine.
     """
 
     path: str
@@ -68,7 +68,9 @@ class ProxyRoute:
     methods: tuple[str, ...] = ("POST",)
 
 
+PAGE = "/"  # a chat in the browser: its calls come here as any client's
 ROUTES = (
+    ProxyRoute(PAGE, "other", False, False, ("GET",)),
     ProxyRoute("/v1/chat/completions", "chat", True, True),
     ProxyRoute("/v1/completions", "completion", True, True),
     ProxyRoute("/v1/responses", "responses", True, True),
@@ -127,8 +129,8 @@ class Proxy:
         request_id = _request_id(headers.get("x-request-id"))
         client = Client(send, request_id, route.path)
         try:
-            by_id = "response_id" in scope.get("path_params", {})
-            raw = await _read_body({} if by_id else headers, receive, self._max_body_bytes)
+            unread = route.path == PAGE or "response_id" in scope.get("path_params", {})
+            raw = await _read_body({} if unread else headers, receive, self._max_body_bytes)
             if raw is None:
                 return  # gone before its body was whole
             ask = await self._read(route, raw, scope, request_id)
@@ -154,7 +156,7 @@ class Proxy:
         if followed is not None:
             query = scope["query_string"]
             target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
-        else:
+        elif route.path != PAGE:
             loop, inline = asyncio.get_running_loop(), len(raw) <= PARSE_INLINE_BYTES
             body = _parse(raw) if inline else await loop.run_in_executor(self._pool, _parse, raw)
             model = self._model(route, body)

@@ -8,25 +8,26 @@ from collections.abc import Sequence
 
 from octavo.errors import ConfigError, OctavoError
 
-COMMANDS = {
-    "serve": ("octavo.api.server:main", "serve a model over the OpenAI API"),
-    "up": ("octavo_operator.local.cli:main", "run an InferenceService manifest on this machine"),
-    "router": ("octavo_router.cli:main", "route requests to engines by prefix and load"),
-    "operator": ("octavo_operator.cli:main", "reconcile InferenceServices in a cluster"),
-    "chat": ("octavo.client.chat:main", "talk with a model in the terminal"),
-    "complete": ("octavo.client.complete:main", "continue a text"),
-    "run-batch": ("octavo.client.batch:main", "answer a file of requests in OpenAI's batch format"),
-    "bench": ("octavo.client.bench.cli:main", "load on an endpoint, and what its users would see"),
-    "simulate": ("octavo.simulate.cli:main", "what the engine would do, on simulated time"),
-    "fetch": ("octavo.fetch:main", "bring a model to a folder"),
+COMMANDS = {  # what runs it, what it does, the extra that brings the packages that it needs
+    "serve": ("octavo.api.server:main", "serve a model over the OpenAI API", "server"),
+    "up": ("octavo_operator.local.cli:main", "run an InferenceService manifest on this machine", "operator"),
+    "router": ("octavo_router.cli:main", "route requests to engines by prefix and load", "router"),
+    "operator": ("octavo_operator.cli:main", "reconcile InferenceServices in a cluster", "operator"),
+    "chat": ("octavo.client.chat:main", "talk with a model in the terminal", "client"),
+    "complete": ("octavo.client.complete:main", "continue a text", "client"),
+    "run-batch": ("octavo.client.batch:main", "answer a file of requests in OpenAI's batch format", "client"),
+    "bench": ("octavo.client.bench.cli:main", "load on an endpoint, and what its users would see", "client"),
+    "simulate": ("octavo.simulate.cli:main", "what the engine would do, on simulated time", "simulate"),
+    "fetch": ("octavo.fetch:main", "bring a model to a folder", "server"),
 }
+OURS = ("octavo", "octavo_kernels", "octavo_router", "octavo_operator")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. A user's mistake ends with one line on stderr and 2, a known failure with 1."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
-        lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
+        lines = [f"  {name:<10} {text}" for name, (_, text, _) in COMMANDS.items()]
         print("usage: octavo COMMAND ...\n", *lines, sep="\n")
         return 0 if args else 2
     if args[0] == "--version":
@@ -37,11 +38,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args[0] not in COMMANDS:
             raise ConfigError(f"unknown command {args[0]!r}: choose one of {', '.join(COMMANDS)}")
-        module, _, function = COMMANDS[args[0]][0].partition(":")
-        return int(getattr(importlib.import_module(module), function)(args[1:]))
+        return _run(*COMMANDS[args[0]], args)
     except OctavoError as error:
         print(f"octavo: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+
+
+def _run(place: str, _text: str, extra: str, args: list[str]) -> int:
+    module, _, function = place.partition(":")
+    try:
+        return int(getattr(importlib.import_module(module), function)(args[1:]))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in OURS:
+            raise  # a fault of ours, not a package that is missing
+        raise ConfigError(
+            f"{args[0]} needs {package}, which is not installed here: pip install 'octavo[{extra}]'"
+        ) from error
 
 
 if __name__ == "__main__":

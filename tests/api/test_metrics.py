@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,69 +15,37 @@ from prometheus_client.parser import text_string_to_metric_families
 from octavo.api.metrics import Metrics
 from octavo.core.outputs import EngineStats
 
-GAUGES = [
-    "num_requests_running",
-    "num_requests_waiting",
-    "num_requests_swapped",
-    "kv_cache_usage_perc",
-    "gpu_cache_usage_perc",
-    "cpu_cache_usage_perc",
-    "cache_config_info",
-    "lora_requests_info",
-]
-COUNTERS = [
-    "prompt_tokens",
-    "generation_tokens",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-    "num_preemptions",
-    "request_success",
-    "spec_decode_num_drafts",
-    "spec_decode_num_draft_tokens",
-    "spec_decode_num_accepted_tokens",
-    "spec_decode_num_accepted_tokens_per_pos",
-]
-TTFT = ".001 .005 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640 2560"
-BETWEEN = ".01 .025 .05 .075 .1 .15 .2 .3 .4 .5 .75 1 2.5 5 7.5 10 20 40 80"
-REQUEST = ".3 .5 .8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680"
-LENGTHS = "1 2 5 10 20 50 100 200 500 1000 2000"
-HISTOGRAMS = {
-    "time_to_first_token_seconds": TTFT,
-    "inter_token_latency_seconds": BETWEEN,
-    "time_per_output_token_seconds": BETWEEN,
-    "request_time_per_output_token_seconds": BETWEEN,
-    "e2e_request_latency_seconds": REQUEST,
-    "request_queue_time_seconds": REQUEST,
-    "request_prefill_time_seconds": REQUEST,
-    "request_decode_time_seconds": REQUEST,
-    "request_inference_time_seconds": REQUEST,
-    "request_prompt_tokens": LENGTHS,
-    "request_generation_tokens": LENGTHS,
-    "request_params_max_tokens": LENGTHS,
-    "request_params_n": None,
-    "iteration_tokens_total": None,
-}
+PAGE = (Path(__file__).parents[2] / "docs/metrics.md").read_text().partition("## The router")[0]
+ROW = re.compile(r"^\| `(\w+:\w+)` \| (\w+)(?:: (\w+))? \| (.*?)\|", re.MULTILINE)
+LENGTHS = "1 2 5 10 20 50 100 200 500 1000 2000"  # of a model of 2,048 tokens
 
 
-def families(running: Any) -> dict[str, Any]:
-    return {family.name: family for family in text_string_to_metric_families(running.get("/metrics").text)}
+def families(text: str) -> dict[str, Any]:
+    """By name; the times at which series began are left out."""
+    found = {family.name: family for family in text_string_to_metric_families(text)}
+    return {name: one for name, one in found.items() if not name.endswith("_created")}
 
 
-def test_names_types_labels_and_buckets_are_the_fields_own(fast: Any) -> None:
-    found = families(fast)
-    labels = {"model_name": "tiny", "engine": "0"}
-    for names, kind in ((GAUGES, "gauge"), (COUNTERS, "counter"), (HISTOGRAMS, "histogram")):
-        for name in names:
-            family = found[f"vllm:{name}"]
-            assert family.type == kind, name
-            assert all(labels.items() <= sample.labels.items() for sample in family.samples), name
-    for name, buckets in HISTOGRAMS.items():
-        edges = [s.labels["le"] for s in found[f"vllm:{name}"].samples if s.name.endswith("_bucket")]
-        assert edges[-1] == "+Inf"
-        if buckets is not None:
-            assert [float(edge) for edge in edges[:-1]] == [float(edge) for edge in buckets.split()], name
-    info = found["vllm:cache_config_info"].samples[0]
-    assert (info.labels["block_size"], info.labels["num_gpu_blocks"], info.value) == ("16", "400", 1)
+def test_the_page_of_metrics_says_their_names_types_labels_and_buckets(fast: Any) -> None:
+    assert fast.post("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 1}).status_code == 200
+    found, rows = families(fast.get("/metrics").text), ROW.findall(PAGE)
+    assert sorted(name for name, *_ in rows) == sorted(found)
+    buckets = dict(re.findall(r"^\| (\w+) \| ([\d. ]+) \|$", PAGE, re.MULTILINE))
+    for name, kind, edges, labels in rows:
+        family = found[name]
+        assert family.type == kind, name
+        common = {"model_name", "engine"} if name.startswith("vllm:") else set()
+        wanted = {*common, *re.findall(r"`(\w+)`", labels)}
+        assert all(sample.labels.keys() - {"le"} == wanted for sample in family.samples), name
+        if kind == "histogram":
+            shown = [sample.labels["le"] for sample in family.samples if sample.name.endswith("_bucket")]
+            said = LENGTHS if edges == "lengths" else buckets[edges]
+            assert [float(edge) for edge in shown] == [*map(float, said.split()), math.inf], name
+
+
+def test_the_cache_says_how_large_it_is(fast: Any) -> None:
+    info = {"block_size": "16", "num_gpu_blocks": "400", "model_name": "tiny", "engine": "0"}
+    assert fast.metric("vllm:cache_config_info", **info) == 1
 
 
 def test_each_count_of_the_engine_has_its_metric() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -56,6 +57,17 @@ def test_the_table_of_fields_is_that_of_the_engine() -> None:
     written = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     assert len(written) == len(set(written))
     assert set(written) == (CHAT_FIELDS | COMPLETION_FIELDS) - REFUSED_FIELDS
+
+
+def test_the_table_of_the_routers_metrics_is_that_of_the_router() -> None:
+    from octavo_router.index import PrefixIndex
+    from octavo_router.metrics import Metrics
+
+    shown = text_string_to_metric_families(Metrics(PrefixIndex(1024)).render().decode())
+    page = (ROOT / "docs/metrics.md").read_text().partition("## The router")[2]
+    written = re.findall(r"^\| `(octavo_router:\w+)` \| (\w+) \|", page, re.MULTILINE)
+    exported = [(one.name, one.type) for one in shown if not one.name.endswith("_created")]
+    assert sorted(written) == sorted(exported)
 
 
 def test_the_formats_of_calls_are_known_by_the_marks_that_the_page_names() -> None:

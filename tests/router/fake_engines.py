@@ -86,6 +86,7 @@ class FakeEngine:
         for path in ("/v1/responses/{id}", "/v1/responses/{id}/cancel"):
             public.router.add_route("*", path, self._kept)
         public.router.add_post("/tokenize", self._tokenize)
+        public.router.add_get("/", self._page)
         private = web.Application()
         private.router.add_get("/server_info", self._server_info)
         private.router.add_get("/prompt_assets", self._prompt_assets)
@@ -257,6 +258,10 @@ class FakeEngine:
             await response.write(f": cached_tokens {cached}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    async def _page(self, request: web.Request) -> web.Response:
+        headers = {"Content-Security-Policy": "default-src 'none'"}
+        return web.Response(text="<title>a chat</title>", content_type="text/html", headers=headers)
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -65,6 +65,25 @@ def test_a_helper_route_may_leave_out_the_only_model(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_the_page_of_any_engine_is_the_page_of_the_endpoint(tmp_path: Path) -> None:
+    async def main() -> None:
+        engines = [FakeEngine("a", model="first"), FakeEngine("b", model="second")]
+        async with serving(tmp_path, engines) as site:
+            for method in ("GET", "HEAD"):
+                asked = {"Accept": "text/html", "Content-Type": "text/plain"}
+                async with site.client.request(method, site.url + "/", headers=asked) as answer:
+                    assert (answer.status, answer.content_type) == (200, "text/html")
+                    assert answer.headers["Content-Security-Policy"] == "default-src 'none'"
+                    assert await answer.text() == ("<title>a chat</title>" if method == "GET" else "")
+            for engine in site.engines:
+                engine.state = "loading"
+            await site.until(lambda: not any(one.takes_work for one in site.fleet.engines.values()))
+            assert (await site.get("/"))[0] == 503
+            assert (await site.post("/", {}))[0] == 405
+
+    asyncio.run(main())
+
+
 def test_a_stream_is_passed_on_chunk_by_chunk(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, [FakeEngine("e0")]) as site:
@@ -202,7 +221,7 @@ def test_keys_are_wanted_everywhere_but_for_probes_and_metrics(tmp_path: Path) -
                 if status == 401:
                     assert answer["error"]["code"] == "invalid_api_key"
             assert (await site.get("/anything"))[0] == 401
-            for path in ("/health", "/live", "/ready", "/metrics"):
+            for path in ("/", "/health", "/live", "/ready", "/metrics"):
                 assert (await site.get(path))[0] == 200
             (folder / "team").write_text("rotated")
 
