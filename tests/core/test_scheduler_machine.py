@@ -57,7 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self, make_bench):
         super().__init__()
         self.make_bench = make_bench
-        self.checks_shares = False
+        self.waited = []
 
     @initialize(
         num_blocks=st.integers(4, 40),
@@ -157,7 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             head = self.scheduler.running[0] if self.scheduler.running else None
             decided = self.scheduler.planner.rows or self.scheduler.kv.host.num_transfers
             before = self.progress(head)
-            prompts, queue = self.prompts_under_way() if self.checks_shares else (None, 0)
+            prompts, queue = self.prompts_under_way()
             stepped = self.bench.step(self.scheduler.prepare if prepare else lambda: None)
             assert stepped or not self.scheduler.has_requests, "requests are left but nothing is planned"
             if prompts is not None and not self.blocks_ran_out and stepped:
@@ -170,10 +170,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def prompts_under_way(self):
         """Who could compute several tokens now, with how many: of the running, and the first that waits if
-        there are seats for it. And how many wait. None where that is only seen when the step is decided.
+        there are seats for it. And how many wait. None where that is only seen when the step is decided, or
+        a part of it is decided already.
         """
         running, waiting, self.blocks_ran_out = self.scheduler.running, self.scheduler.waiting, False
-        if any(group.unshared_prompt_is_computed for group in running):
+        if self.scheduler.planner.rows or any(group.unshared_prompt_is_computed for group in running):
             return None, 0
         left = [
             (request, group.tokens_to_plan(request))
@@ -182,6 +183,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if request.transfer is None
         ]
         seats = self.bench.settings.max_num_seqs - sum(group.seats for group in running)
+        self.waited = [group.lead for group in waiting[:1]]
         for group in waiting[:1]:
             if group.seats <= seats and not group.swapped:
                 left.append((group.lead, group.tokens_to_plan(group.lead)))
@@ -198,8 +200,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if request.finished or request.transfer is not None:
                 continue
             row = rows.get(request.request_id)
-            if request.scheduled_time == self.scheduler._started:
-                need -= request.num_cached_tokens
+            if row and request in self.waited:  # it found the tokens before
+                need -= row.start
             assert (len(row.token_ids) if row else 0) >= min(need, share)
             share -= need if need <= self.scheduler.planner.threshold else 0
 
@@ -349,7 +351,6 @@ def test_whoever_is_before_it_a_prompt_gets_its_share_of_each_step(bench):
             specs=[FULL], max_queue=12, policy="fcfs", mode="auto", host=0, offload=False, drafts=0,
             threshold=threshold, transfer_steps=0, max_model_len=200,
         )  # fmt: skip
-        machine.checks_shares = True
         for i in range(decodes):
             machine.bench.add(f"decodes {i}", [i], max_tokens=30, ignore_eos=True)
             machine.step(1, False)
