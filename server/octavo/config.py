@@ -219,7 +219,7 @@ class EngineConfig:
     ssl_certfile: str | None = _setting(None, "certificate of the public port: it speaks HTTPS")
     ssl_ca_certs: str | None = _setting(None, "certificates that clients' own are checked against")
     ssl_cert_reqs: int = _setting(0, "certificates of clients: 0 none, 1 optional, 2 required", low=0, high=2)
-    api_server_count: int = _setting(1, "API processes before the engine", off=(1,))
+    api_server_count: int = _setting(1, "API processes before the engine, all on the public port", low=1)
     drain_grace_s: float = _setting(5.0, "seconds after SIGTERM in which new requests are still taken", low=0)
     drain_timeout_s: float = _setting(60.0, "seconds after SIGTERM until running streams are cut", low=0)
     default_chat_template_kwargs: dict[str, Any] | None = _setting(

@@ -46,6 +46,14 @@ class ModelNotFound(OctavoError):
     code = "model_not_found"
 
 
+class ResponseNotFound(OctavoError):
+    """No such response is kept here."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "response_not_found"
+
+
 class QueueFull(OctavoError):
     """The waiting queue is at its bound; come back after ``retry_after_s`` seconds."""
 

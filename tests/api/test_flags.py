@@ -173,7 +173,10 @@ def test_the_public_port_speaks_https_with_a_certificate(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--api-server-count=2"], "api-server-count is '2': not supported yet"),
+        (["--api-server-count=0"], "api-server-count is '0': it must be at least 1"),
+        (["--api-server-count=-1"], "api-server-count is '-1': it must be at least 1"),
+        (["--api-server-count=1.5"], "api-server-count is '1.5': it must be a number"),
+        (["--api-server-count=two"], "api-server-count is 'two': it must be a number"),
         (["--max-logprobs=-2"], "max-logprobs is '-2'"),
         (["--max-request-body=much"], "max-request-body: 'much' is not a size"),
         (["--root-path=api"], "root-path: 'api' is not a path"),

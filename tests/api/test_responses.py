@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from octavo.api.responses_store import Kept, ResponseNotFound, ResponseStore
+from octavo.api.responses_store import Kept, ResponseStore
+from octavo.errors import ResponseNotFound
 
 TOOLS = [
     {"type": "function", "name": name, "parameters": {"type": "object", "properties": {}}, "strict": False}
@@ -356,15 +357,15 @@ def test_the_least_recently_used_responses_make_room() -> None:
     store = ResponseStore(max_responses=3, max_bytes=10_000)
 
     def put(name: str, size: int = 10) -> None:
-        store.put(Kept({"id": name}, [{"content": "x" * size}], b""))
+        store.put(Kept({"id": name}, [{"content": "x" * size}], ""))
 
     for name in "abc":
         put(name)
-    store.get("a", b"")
+    store.get("a", "")
     put("d")
     with pytest.raises(ResponseNotFound):
-        store.get("b", b"")
-    assert store.get("a", b"").response["id"] == "a"
+        store.get("b", "")
+    assert store.get("a", "").response["id"] == "a"
     put("e", 9_930)
     assert len(store) < 3 and store.num_bytes <= 10_000
     put("f", 20_000)

@@ -122,7 +122,7 @@ def test_a_fault_in_a_step_is_told_and_ends_the_process(engine, run, request_of)
                 await collect(client.submit([request_of("bad", prompt=[FAIL_STEP])]))
             with pytest.raises(Unavailable, match="the step is broken"):
                 await collect(bystander)
-            assert await asyncio.to_thread(process.wait, 10) == 1
+            assert await asyncio.to_thread(process._process.wait, 10) == 1
 
     run(scenario())
 
@@ -317,11 +317,13 @@ asyncio.run(main())
 def test_a_message_of_another_version_is_refused_by_both_sides(engine, run, monkeypatch):
     async def scenario():
         async with engine() as client:
-            client._to_engine.send(messages._encoder.encode(messages.Envelope(2, 0, messages.Shutdown())))
+            other = messages.VERSION + 1
+            frame = messages._encoder.encode(messages.Envelope(other, 0, messages.Shutdown()))
+            client._connection._out.send(frame)
             while client.state != "dead":
                 await client.changed()
-            assert "protocol version 2, this side 1" in client.error
-        monkeypatch.setattr(messages, "VERSION", 2)
+            assert f"protocol version {other}, this side {messages.VERSION}" in client.error
+        monkeypatch.setattr(messages, "VERSION", other)
         async with engine(wait=False) as client:
             with pytest.raises(Unavailable, match="exit status 1"):
                 await client.wait_ready()
@@ -350,12 +352,8 @@ def test_errors_cross_the_border_whole():
 
 def test_an_engine_that_ends_before_it_is_told_what_to_do_is_reported_and_closed(run, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-
-    def once_it_has_ended(launch):
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-        return b"launch"
-
-    monkeypatch.setattr(messages, "encode_launch", once_it_has_ended)
+    more_than_a_pipe_holds = b"launch" * 2**20
+    monkeypatch.setattr(messages, "encode_launch", lambda launch: more_than_a_pipe_holds)
 
     async def main():
         client = EngineClient()

@@ -111,6 +111,7 @@ REFUSED = [
      "spec.engine.resources.requests.cpu", "should match"),
     ({"engine__args": ["--max-num-seq=32"]}, "spec.engine.args", "--max-num-seq=32"),
     ({"engine__args": ["--max-num-seqs=many"]}, "spec.engine.args", "must be a number"),
+    ({"engine__args": ["--api-server-count=0"]}, "spec.engine.args", "must be at least 1"),
     ({"engine__args": ["--dtype=float32"]}, "spec.engine.args", "set spec.engine.dtype"),
     ({"engine__args": ["--port", "9000"]}, "spec.engine.args", "--port cannot be given here"),
     ({"engine__args": "--max-num-seqs=32"}, "spec.engine.args", "must be of type array"),

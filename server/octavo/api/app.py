@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -64,7 +64,7 @@ def client_keys(config: EngineConfig) -> ApiKeys:
     return ApiKeys(keys, config.api_key_dir)
 
 
-def private_app(service: Service, drain: Callable[[], None]) -> ASGIApp:
+def private_app(service: Service, drain: Callable[[], Awaitable[None]]) -> ASGIApp:
     app = _app(service)
     app.include_router(private_routes(service, drain))
     key = os.environ.get(PRIVATE_KEY_ENV)

@@ -188,7 +188,7 @@ class Generation:
         check_queue(
             max_queue=self._max_queue,
             max_queue_tokens=self._max_queue_tokens,
-            waiting=self._engine.in_flight,
+            waiting=self._engine.in_flight_everywhere,
             seats=self._seats,
             tokens=tokens,
             new_tokens=sum(map(len, self.prompts)),

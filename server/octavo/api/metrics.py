@@ -36,17 +36,21 @@ def _lengths(longest: int) -> tuple[int, ...]:
 
 
 class Metrics:
-    """All metrics of one engine, in a registry of their own."""
+    """The metrics of one API process, in a registry of their own. The ``first`` has those of the engine too,
+    so that each counts once in the sums over all processes.
+    """
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, model_name: str, engine: EngineClient) -> None:
+    def __init__(self, model_name: str, engine: EngineClient, *, first: bool = True) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
         self._engine = engine
+        self._first = first
         self._before = EngineStats()
         self._length_metrics: dict[str, Histogram] = {}
-        self.registry.register(_EngineGauges(self._labels, engine))
+        if first:
+            self.registry.register(_EngineGauges(self._labels, engine))
         self._success = Counter(
             "vllm:request_success",
             "Finished sequences.",
@@ -86,7 +90,8 @@ class Metrics:
             "octavo:startup_stage_seconds", "How long each stage of the start took.", ["stage"],
             registry=self.registry,
         )  # fmt: skip
-        engine.listeners.append(self._step)
+        if first:
+            engine.listeners.append(self._step)
 
     def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
         metric = Histogram(f"vllm:{name}", help, list(self._labels), buckets=buckets, registry=self.registry)
@@ -101,6 +106,8 @@ class Metrics:
             ("request_params_max_tokens", "The max_tokens of requests."),
         ):
             self._length_metrics[name] = self._histogram(name, help, buckets)
+        if not self._first:
+            return
         config = {"block_size": str(info.kv["block_size"]), "num_gpu_blocks": str(info.num_blocks)}
         gauge = Gauge(
             "vllm:cache_config_info", "Configuration of the KV cache.", [*self._labels, *config],

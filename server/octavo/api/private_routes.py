@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from octavo.api.body import parse_object, read_body
 from octavo.api.errors import InternalFault
 from octavo.api.fields import Fields, wrong
-from octavo.api.generation import ANSWER_WITHIN_S, Generation
+from octavo.api.generation import ANSWER_WITHIN_S
 from octavo.api.probes import READ, json_response
 from octavo.api.service import Service
 from octavo.api.sse import EventStream, event
@@ -48,7 +48,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
 _TEXTS = ("stop", "bad_words", "structured_outputs")
 
 
-def private_routes(service: Service, drain: Callable[[], None]) -> APIRouter:
+def private_routes(service: Service, drain: Callable[[], Awaitable[None]]) -> APIRouter:
     """``drain`` starts the drain that a SIGTERM starts, without ending the process."""
     routes = APIRouter()
 
@@ -90,13 +90,13 @@ def private_routes(service: Service, drain: Callable[[], None]) -> APIRouter:
             raise wrong("mode", mode, "keep or abort")
         if service.engine.state != "paused":
             service.require_ready()
-        await service.engine.pause(abort=mode == "abort")
+        await service.pause(abort=mode == "abort")
         return json_response(service.describe())
 
     @routes.post("/resume")
     async def resume() -> Response:
         if service.engine.state == "paused":
-            await service.engine.resume()
+            await service.resume()
         return json_response(service.describe())
 
     @routes.post("/sleep")
@@ -110,19 +110,19 @@ def private_routes(service: Service, drain: Callable[[], None]) -> APIRouter:
             raise wrong("mode", mode, "abort or wait: no request keeps its place, for its KV blocks are gone")
         if service.engine.state not in ("paused", "sleeping"):
             service.require_ready()
-        await service.engine.sleep(int(level), wait=mode == "wait")
+        await service.sleep(int(level), wait=mode == "wait")
         return json_response(service.describe())
 
     @routes.post("/wake_up")
     async def wake_up(request: Request) -> Response:
         """Bring all back; with ``tags`` these parts (weights, kv_cache), and requests once both are there."""
         if service.engine.state == "sleeping":
-            await service.engine.wake_up(request.query_params.getlist("tags"))
+            await service.wake_up(request.query_params.getlist("tags"))
         return json_response(service.describe())
 
     @routes.api_route("/is_sleeping", methods=READ)
     async def is_sleeping() -> Response:
-        return json_response({"is_sleeping": service.engine.asleep})
+        return json_response({"is_sleeping": service.engine.standing.asleep})
 
     @routes.post("/abort_requests")
     async def abort_requests(request: Request) -> Response:
@@ -131,21 +131,13 @@ def private_routes(service: Service, drain: Callable[[], None]) -> APIRouter:
         """
         raw = await read_body(request)
         fields = Fields(parse_object(raw) if raw else {})
-        names, every = set(fields.texts("request_ids")), fields.body.get("request_ids") is None
-        running: dict[
-            Generation, str
-        ] = {}  # a response that has just gone into the background is there twice
-        for state in service.open.values():
-            for name in (state["request_id"], state.get("response_id")):
-                if "generation" in state and name is not None and (every or name in names):
-                    running.setdefault(state["generation"], name)
-        return json_response(
-            {"aborted": [name for generation, name in running.items() if generation.abort()]}
-        )
+        every = fields.body.get("request_ids") is None
+        names = None if every else list(fields.texts("request_ids"))
+        return json_response({"aborted": await service.abort_everywhere(names)})
 
     @routes.post("/drain")
     async def start_drain() -> Response:
-        drain()
+        await drain()
         return json_response(service.describe(), 202)
 
     @routes.post("/internal/generate")

@@ -57,6 +57,7 @@ def probe_routes(service: Service) -> APIRouter:
 
     @routes.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
-        return Response(service.metrics.text(), headers={"Content-Type": service.metrics.content_type})
+        text = await service.metrics_text()
+        return Response(text, headers={"Content-Type": service.metrics.content_type})
 
     return routes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,10 @@ from starlette.responses import Response
 from octavo.api.errors import InternalFault
 from octavo.api.fields import Fields, wrong
 from octavo.api.generation import Generation
+from octavo.api.peers import FIRST
 from octavo.api.probes import json_response
 from octavo.api.responses_answer import ResponseAnswer
-from octavo.api.responses_store import Kept, ResponseStore
+from octavo.api.responses_store import MAX_BYTES, MAX_RESPONSES, Kept, ResponseStore
 from octavo.api.service import Service
 from octavo.api.translated import read_request, respond, run
 from octavo.errors import InvalidRequest, OctavoError
@@ -29,16 +31,27 @@ _log = logging.getLogger("octavo.api")
 
 def responses_routes(service: Service) -> APIRouter:
     routes = APIRouter()
-    store = ResponseStore()
+    peers = service.peers
+    store = ResponseStore(max(1, MAX_RESPONSES // peers.count), MAX_BYTES // peers.count)
+    peers.answers |= {
+        "response": partial(_response, store),
+        "response_items": partial(_items, store),
+        "response_cancel": partial(_cancel, store),
+        "response_delete": partial(_delete, store),
+    }
+
+    async def of_keeper(method: str, response_id: str, request: Request) -> Any:
+        """What ``method`` comes to where the response is kept."""
+        return await peers.call(keeper(response_id, peers.count), method, response_id, _key(request))
 
     @routes.post("/v1/responses")
     async def create(request: Request) -> Any:
         asked = await read_request(service, request, RESPONSES)
-        body, key = asked.body, request.state.key
+        body, key = asked.body, _key(request)
         previous, stored, background = _checked(body)
-        before = store.items_before(previous, key) if previous is not None else ()
+        before = await of_keeper("response_items", previous, request) if previous is not None else ()
         parsed = await asked.parse(partial(chat_of_response, before=before))
-        response_id = f"resp_{service.epoch.replace('-', '')}{uuid.uuid4().hex}"  # a router reads the epoch
+        response_id = new_id(service.epoch, peers.number)
         answer = ResponseAnswer(parsed, body, response_id, background)
         kept = Kept(answer.response, (), key)
 
@@ -68,23 +81,58 @@ def responses_routes(service: Service) -> APIRouter:
             raise wrong(
                 "stream", request.query_params["stream"], "left out: a stream cannot be taken up again"
             )
-        return json_response(store.get(response_id, request.state.key).response)
+        return json_response(await of_keeper("response", response_id, request))
 
     @routes.post("/v1/responses/{response_id}/cancel")
     async def cancel(response_id: str, request: Request) -> Response:
-        kept = store.get(response_id, request.state.key)
-        if kept.task is None:
-            raise InvalidRequest("only responses in the background can be cancelled", param="response_id")
-        kept.task.cancel()
-        await asyncio.wait({kept.task})
-        return json_response(kept.response)
+        return json_response(await of_keeper("response_cancel", response_id, request))
 
     @routes.delete("/v1/responses/{response_id}")
     async def delete(response_id: str, request: Request) -> Response:
-        store.delete(response_id, request.state.key)
+        await of_keeper("response_delete", response_id, request)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     return routes
+
+
+def new_id(epoch: str, process: int) -> str:
+    """The id of a response: a router reads the engine's epoch in it, an API process the number of the one
+    that keeps it (the first has none).
+    """
+    return f"resp_{epoch.replace('-', '')}{uuid.uuid4().hex}{process or ''}"
+
+
+def keeper(response_id: str, count: int) -> int:
+    """The API process, of ``count``, that keeps a response if any does."""
+    number = response_id[len("resp_") + 64 :]
+    known = number.isascii() and number.isdecimal() and len(number) <= len(str(count)) and int(number) < count
+    return int(number) if known else FIRST
+
+
+def _key(request: Request) -> str:
+    key: bytes = request.state.key
+    return key.hex()
+
+
+async def _response(store: ResponseStore, response_id: str, key: str) -> dict[str, Any]:
+    return store.get(response_id, key).response
+
+
+async def _items(store: ResponseStore, response_id: str, key: str) -> Sequence[dict[str, Any]]:
+    return store.items_before(response_id, key)
+
+
+async def _cancel(store: ResponseStore, response_id: str, key: str) -> dict[str, Any]:
+    kept = store.get(response_id, key)
+    if kept.task is None:
+        raise InvalidRequest("only responses in the background can be cancelled", param="response_id")
+    kept.task.cancel()
+    await asyncio.wait({kept.task})
+    return kept.response
+
+
+async def _delete(store: ResponseStore, response_id: str, key: str) -> None:
+    store.delete(response_id, key)
 
 
 def _checked(body: dict[str, Any]) -> tuple[str | None, bool, bool]:

@@ -10,30 +10,22 @@ from typing import Any
 
 import msgspec
 
-from octavo.errors import InvalidRequest, OctavoError
+from octavo.errors import InvalidRequest, ResponseNotFound
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 256 * 2**20  # of all responses with their conversations as JSON, each counted whole
 _encoder = msgspec.json.Encoder()
 
 
-class ResponseNotFound(OctavoError):
-    """No such response is kept here."""
-
-    status = 404
-    type = "invalid_request_error"
-    code = "response_not_found"
-
-
 @dataclasses.dataclass
 class Kept:
-    """A response. ``items``: the conversation up to its end. ``key``: of who made it. ``task`` computes it
+    """A response. ``items``: the conversation up to its end. ``key`` names who made it. ``task`` computes it
     where it is in the background.
     """
 
     response: dict[str, Any]
     items: Sequence[dict[str, Any]]
-    key: bytes
+    key: str
     task: asyncio.Task[None] | None = None
     size: int = 0
 
@@ -54,7 +46,7 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, response_id: str, key: bytes) -> Kept:
+    def get(self, response_id: str, key: str) -> Kept:
         """Raises ``ResponseNotFound``."""
         kept = self._kept.get(response_id)
         if kept is None or kept.key != key:
@@ -65,7 +57,7 @@ class ResponseStore:
         self._kept.move_to_end(response_id)
         return kept
 
-    def items_before(self, response_id: str, key: bytes) -> Sequence[dict[str, Any]]:
+    def items_before(self, response_id: str, key: str) -> Sequence[dict[str, Any]]:
         """The conversation that a next response goes on from. Raises ``ResponseNotFound``, or
         ``InvalidRequest`` where it has not ended.
         """
@@ -98,7 +90,7 @@ class ResponseStore:
             if not self._kept[old].running:
                 self._remove(old)
 
-    def delete(self, response_id: str, key: bytes) -> None:
+    def delete(self, response_id: str, key: str) -> None:
         """Raises ``ResponseNotFound``."""
         kept = self.get(response_id, key)
         if kept.task is not None:

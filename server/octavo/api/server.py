@@ -8,66 +8,54 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-import uvicorn
 import uvloop
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo.api.app import private_app, public_app
+from octavo.api.http_server import http_server, listen, tls_settings
+from octavo.api.peers import FIRST, Peers
+from octavo.api.processes import ApiProcesses
 from octavo.api.service import Service
 from octavo.config import CommandParser, EngineConfig, add_engine_flags
 from octavo.engine.client import EngineClient
-from octavo.errors import ConfigError, InvalidRequest, error_body
+from octavo.errors import ConfigError, OctavoError
 
-LAST_ANSWERS_S = 5.0  # how long answers may still be written once the engine has nothing more to say
 DEATH_NOTICE_S = 1.0  # a dead engine's server says so this long, so that probes and routers hear 503
-BACKLOG = 2048
 _log = logging.getLogger("octavo.api")
 
 
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: at SIGTERM it would cut the streams."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
-class _Protocol(HttpToolsProtocol):
-    """What is not HTTP is told so as everything else is."""
-
-    def send_400_response(self, msg: str) -> None:
-        body = msgspec.json.encode(error_body(InvalidRequest(msg, code="invalid_http")))
-        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        self.transport.write(b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body))
-        self.transport.close()
-
-
 class Server:
-    """One engine behind its public and its private port, from start to drain."""
+    """One engine behind its public and its private port, from start to drain; this is the first of its API
+    processes.
+    """
 
     def __init__(self, config: EngineConfig, engine: EngineClient | None = None) -> None:
         """Opens both ports. Raises ``ConfigError`` when one is taken."""
         self.config = config
-        self.service = Service(config, engine)
-        public = _http_server(public_app(self.service), config, **_tls(config))
-        private = _http_server(private_app(self.service, self.begin_drain), config)
+        self.service = Service(config, engine, Peers(FIRST, config.api_server_count))
+        public = http_server(public_app(self.service), config, **tls_settings(config))
+        private = http_server(private_app(self.service, self._take_drain), config)
         self._http = [public, private]
-        self._sockets = [_listen(config.host, config.port, "port")]
+        self._sockets = [self._listen_first()]
         try:
-            self._sockets.append(_listen(config.host, config.private_port, "private-port"))
+            self._sockets.append(listen(config.host, config.private_port, "private-port"))
         except ConfigError:
             self._sockets[0].close()
             raise
         self.port, self.private_port = (one.getsockname()[1] for one in self._sockets)
+        self._processes = ApiProcesses(self.service, self.port)
         self._stop: asyncio.Event
         self._at_once: asyncio.Event
         self._drain: asyncio.Future[None] | None = None
         self._grace_s = config.drain_grace_s
+
+    def _listen_first(self) -> socket.socket:
+        config, shared = self.config, self.config.api_server_count > 1
+        if shared and config.port:  # a port that is shared may be taken by another server: not seen below
+            listen(config.host, config.port, "port").close()
+        return listen(config.host, config.port, "port", shared=shared)
 
     async def run(self) -> int:
         """Serve until ``stop``. Returns 0 after a drain; raises why the engine could not start or died."""
@@ -89,7 +77,7 @@ class Server:
         try:
             await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
             if life.done():
-                _log.error("the engine is gone: %s", self.service.failure)
+                _log.error("the server cannot go on: %s", self.service.failure)
                 await self._wait_stop(DEATH_NOTICE_S)
                 life.result()
             await self._drained()
@@ -102,7 +90,8 @@ class Server:
             for server in self._http:
                 server.should_exit = True
                 server.force_exit = self._at_once.is_set()
-            await asyncio.gather(*serving, life, stop, return_exceptions=True)
+            ending = self._processes.stop(at_once=self._at_once.is_set())
+            await asyncio.gather(*serving, life, stop, ending, return_exceptions=True)
             await self.service.close()
 
     def stop(self, *, hurry: bool = False) -> None:
@@ -120,10 +109,25 @@ class Server:
             self.service.draining = True
             self._drain = asyncio.ensure_future(self._do_drain())
 
+    async def _take_drain(self) -> None:
+        """Begin to drain; no API process says that it is ready once this returns."""
+        self.begin_drain()
+        await self.service.peers.tell_others("draining")
+
     async def _live(self) -> None:
-        """Start, then wait for the engine's death, which is raised."""
-        await self.service.start()
-        raise await self.service.engine_died()
+        """Start, then wait for what nobody asked for: the engine's death, or that of an API process that
+        cannot be replaced; that is raised.
+        """
+        await self.service.start(self._processes.start)
+        died: asyncio.Future[OctavoError] = asyncio.ensure_future(self.service.engine_died())
+        try:
+            await asyncio.wait({died, self._processes.broken}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            died.cancel()
+        if self.service.failure is None:
+            self.service.failure = self._processes.broken.result()
+        await self.service.peers.tell_others("engine_failed", self.service.failure.message)
+        raise self.service.failure
 
     async def _do_drain(self) -> None:
         grace, limit = self._grace_s, self.config.drain_timeout_s
@@ -131,18 +135,12 @@ class Server:
             self.service.refusing = True
             return
         if self.service.engine.state == "paused":  # else what waits could not end
-            await self.service.engine.resume()
+            await self.service.resume()
         _log.info("draining: new requests are taken for %g s, running ones may take %g s", grace, limit)
-        refuse = asyncio.get_running_loop().call_later(grace, self._refuse)
-        try:
-            if not await self.service.engine.drain(grace, limit):
-                _log.warning("the drain's limit of %g s cut requests that were still running", limit)
-        finally:
-            refuse.cancel()
-            self._refuse()
-
-    def _refuse(self) -> None:
-        self.service.refusing = True
+        others = self.service.peers.tell_others("drain", grace, limit, within_s=None)
+        here, elsewhere = await asyncio.gather(self.service.drain(grace, limit), others)
+        if not (here and all(elsewhere.values())):
+            _log.warning("the drain's limit of %g s cut requests that were still running", limit)
 
     async def _drained(self) -> None:
         assert self._drain is not None
@@ -156,52 +154,6 @@ class Server:
     async def _wait_stop(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stop.wait(), seconds)
-
-
-def _listen(host: str, port: int, flag: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    one = socket.socket(family, socket.SOCK_STREAM)
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        one.bind((host, port))
-        one.listen(BACKLOG)
-    except OSError as error:
-        one.close()
-        message = f"{flag} {port} on {host} cannot be used: {error.strerror}. Choose another --{flag}"
-        raise ConfigError(message) from error
-    one.setblocking(False)
-    return one
-
-
-def _tls(config: EngineConfig) -> dict[str, Any]:
-    """uvicorn's settings for HTTPS; none without a certificate."""
-    if config.ssl_certfile is None:
-        return {}
-    names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
-    return {name: getattr(config, name) for name in names}
-
-
-def _http_server(app: ASGIApp, config: EngineConfig, **more: Any) -> _HttpServer:
-    settings = uvicorn.Config(
-        app,
-        http=_Protocol,
-        log_config=None,
-        log_level=config.uvicorn_log_level,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=75,  # longer than the pools of clients and routers keep a connection
-        timeout_graceful_shutdown=LAST_ANSWERS_S,  # type: ignore[arg-type]  # compared as a number
-        **more,
-    )
-    try:
-        settings.load()
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(
-            f"the certificate in ssl-certfile {config.ssl_certfile} cannot be used: {error}"
-        ) from error
-    return _HttpServer(settings)
 
 
 async def serve(server: Server) -> int:

@@ -10,19 +10,22 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from octavo import __version__
+from octavo.api.generation import Generation
 from octavo.api.metrics import Metrics
+from octavo.api.metrics_sum import Families, families_of
+from octavo.api.peers import FIRST, Peers
 from octavo.api.threads import in_daemon_thread
 from octavo.api.tracing import Tracing
 from octavo.config import EngineConfig
 from octavo.core.generation_config import not_applied, sampling_defaults
 from octavo.core.sampling_params import StructuredOutputs
 from octavo.engine.client import EngineClient
-from octavo.engine.messages import ASLEEP, Ready
+from octavo.engine.messages import ASLEEP, Attachment, Ready
 from octavo.errors import ModelNotFound, OctavoError, Unavailable
 from octavo.fetch import fetch
 from octavo.prompt.assets import PromptAssets, load_assets
@@ -36,14 +39,25 @@ _log = logging.getLogger("octavo.api")
 class Service:
     """One model served by one engine. ``failure`` is why it ended, once it did."""
 
-    def __init__(self, config: EngineConfig, engine: EngineClient | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine: EngineClient | None = None,
+        peers: Peers | None = None,
+        *,
+        epoch: str | None = None,
+        created: int | None = None,
+    ) -> None:
+        """``epoch`` and ``created`` are those of the first API process, where this is another."""
         self.config = config
         self.engine = engine if engine is not None else EngineClient()
-        self.metrics = Metrics(config.model_names[0], self.engine)
+        self.peers = peers if peers is not None else Peers()
+        self.first = self.peers.number == FIRST
+        self.metrics = Metrics(config.model_names[0], self.engine, first=self.first)
         endpoint = config.otlp_traces_endpoint
         self.tracing = Tracing(endpoint, config.model_names[0]) if endpoint is not None else None
-        self.epoch = str(uuid.uuid4())
-        self.created = int(time.time())
+        self.epoch = epoch or str(uuid.uuid4())
+        self.created = created or int(time.time())
         self.renderer: PromptRenderer | None = None
         self.assets_bytes = b""
         self.defaults = sampling_defaults({}, max_tokens=None)
@@ -56,6 +70,16 @@ class Service:
         self.draining = False  # from the first moment of a drain
         self.refusing = False  # after its grace
         self.started = False  # became ready once
+        self.ordering = asyncio.Lock()  # of what the first process tells the others
+        self.peers.answers |= {
+            "metrics": self._told_metrics,
+            "abort": self.abort,
+            "stand": self._stand,
+            "rest": self.engine.rest,
+            "draining": self._be_draining,
+            "drain": self.drain,
+            "engine_failed": self._engine_failed,
+        }
         self._stage, self._detail = "fetching", config.model
         self._stage_began = time.monotonic()
 
@@ -67,7 +91,7 @@ class Service:
         if self.failure is not None:
             return "dead"
         state: str = self.engine.state
-        if state == "ready" and self.renderer is None:
+        if state == "ready" and not self.started:
             return "warming"
         return "draining" if self.draining and state == "ready" else state
 
@@ -139,6 +163,89 @@ class Service:
                 self._grammars.give_up(left)
                 raise
 
+    async def metrics_text(self) -> bytes:
+        """The metrics of all API processes as those of one."""
+        if self.peers.count == 1:
+            return self.metrics.text()
+        text: str = await self.peers.call(FIRST, "metrics_text")
+        return text.encode()
+
+    # What the first API process decides for all
+
+    async def pause(self, *, abort: bool) -> None:
+        """Begin no step, take no request; with ``abort`` end those that are there."""
+        self.engine.stand(paused=True)
+        await self._tell_standing(abort)
+        await self.engine.pause(abort=abort)
+
+    async def resume(self) -> None:
+        await self.engine.resume()
+        await self._tell_standing()
+
+    async def sleep(self, level: int, *, wait: bool) -> None:
+        """Give back memory; requests are ended, or come to their ends first with ``wait``."""
+        self.engine.stand(sleeping=True)
+        await self._tell_standing()
+        if wait:
+            await asyncio.gather(self.engine.rest(), self.peers.tell_others("rest", within_s=None))
+        if self.engine.standing.sleeping:  # nobody has woken it meanwhile
+            await self.engine.sleep(level)
+            await self._tell_standing()
+
+    async def wake_up(self, tags: Sequence[str]) -> None:
+        await self.engine.wake_up(tags)
+        await self._tell_standing()
+
+    async def _tell_standing(self, abort: bool = False) -> None:
+        async with self.ordering:
+            await self.peers.tell_others("stand", *self.engine.standing.flags, abort)
+
+    async def abort_everywhere(self, request_ids: list[str] | None) -> list[str]:
+        """As ``abort``, in all API processes."""
+        here, others = await self.abort(request_ids), await self.peers.tell_others("abort", request_ids)
+        return [*here, *(name for told in others.values() for name in told)]
+
+    # What each does then
+
+    async def abort(self, request_ids: list[str] | None) -> list[str]:
+        """End the requests here that have these ids (responses in the background their own too), all where
+        none are given: the ids of those ended.
+        """
+        wanted = None if request_ids is None else set(request_ids)
+        running: dict[Generation, str] = {}  # who has just gone into the background is there twice
+        for state in self.open.values():
+            for name in (state["request_id"], state.get("response_id")):
+                if "generation" in state and name is not None and (wanted is None or name in wanted):
+                    running.setdefault(state["generation"], name)
+        return [name for generation, name in running.items() if generation.abort()]
+
+    async def _be_draining(self) -> None:
+        self.draining = True
+
+    async def drain(self, grace_s: float, limit_s: float) -> bool:
+        """Refuse requests after the grace; False where the limit cut some that were still running."""
+        self.draining = True
+        refuse = asyncio.get_running_loop().call_later(grace_s, self._refuse)
+        try:
+            return await self.engine.drain(grace_s, limit_s)
+        finally:
+            refuse.cancel()
+            self._refuse()
+
+    def _refuse(self) -> None:
+        self.refusing = True
+
+    async def _stand(self, paused: bool, sleeping: bool, asleep: bool, abort: bool) -> None:
+        self.engine.stand(paused=paused, sleeping=sleeping, asleep=asleep)
+        if abort:
+            self.engine.abort_all()
+
+    async def _engine_failed(self, why: str) -> None:
+        self.engine.fail(Unavailable(why))
+
+    async def _told_metrics(self) -> Families:
+        return families_of(self.metrics.registry.collect())
+
     async def close(self) -> None:
         if self.tracing is not None:
             await in_daemon_thread(self.tracing.close)
@@ -177,9 +284,9 @@ class Service:
 
     # Start
 
-    async def start(self) -> None:
-        """Fetch the model, load the prompt assets and the engine beside each other, wait until requests are
-        taken.
+    async def start(self, beside: Callable[[Path], Awaitable[None]]) -> None:
+        """Fetch the model, load the prompt assets and the engine beside each other and beside what ``beside``
+        starts with the model's path, wait until requests are taken.
 
         Raises the ``OctavoError`` that says why that cannot be.
         """
@@ -189,26 +296,41 @@ class Service:
             self._stage = "engine"
             await self.engine.start(self.config, model_path=path)
             watch = asyncio.ensure_future(self._log_stages())
+            others = asyncio.ensure_future(beside(path))
+            ready = asyncio.ensure_future(self._be_ready(path))
             try:
-                await in_daemon_thread(lambda: self._load_prompt(path))
-                info = await self.engine.wait_ready()
+                _, info = await asyncio.gather(others, ready)
             finally:
-                watch.cancel()
+                for task in (watch, others, ready):
+                    task.cancel()
         except OctavoError as error:
             self.failure = error
             raise
-        self.metrics.engine_ready(info)
         self.started = True
         _log.info(
             "ready: %s takes requests of up to %d tokens", self.config.model_names[0], info.max_model_len
         )
         _log.info("%s", self._summary(info))
 
+    async def join(self, path: Path, place: Attachment) -> None:
+        """In an API process beside the first: share its engine, which it starts. Raises as ``start``."""
+        self._stage = "engine"
+        await self.engine.attach(place)
+        await self._be_ready(path)
+        self.started = True
+
+    async def _be_ready(self, path: Path) -> Ready:
+        await in_daemon_thread(lambda: self._load_prompt(path))
+        info = await self.engine.wait_ready()
+        self.metrics.engine_ready(info)
+        return info
+
     def _summary(self, info: Ready) -> str:
         """What a person wants to know of a server that has started, a line for each thing."""
         config, block_size = self.config, info.kv["block_size"]
         seconds = time.time() - self.created
         caching = "on" if config.enable_prefix_caching else "off"
+        count = config.api_server_count
         keys = config.api_key or config.api_key_file or config.api_key_dir or os.environ.get("OCTAVO_API_KEY")
         return "\n  ".join(
             (
@@ -218,6 +340,7 @@ class Service:
                 f"prefix caching {caching}",
                 f"step      up to {config.max_num_seqs} sequences and {config.max_num_batched_tokens} tokens",
                 f"queue     {config.max_queue} requests; one more gets 429",
+                *([f"API       {count} processes"] if count > 1 else ()),
                 f"keys      {'needed' if keys else 'none: whoever reaches the port may use it'}",
             )
         )
@@ -225,7 +348,7 @@ class Service:
     def _load_prompt(self, path: Path) -> None:
         assets: PromptAssets = load_assets(path, self.config)
         self.defaults = sampling_defaults(assets.generation_config, max_tokens=None)
-        if missing := not_applied(assets.generation_config):
+        if self.first and (missing := not_applied(assets.generation_config)):
             _log.warning("the model's generation_config.json asks for %s: not applied", ", ".join(missing))
         self.assets_bytes = assets.to_bytes()
         self.renderer = PromptRenderer(assets)

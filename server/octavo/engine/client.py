@@ -1,37 +1,32 @@
-"""The API's end of an engine: starts its process, hands it requests, sees it die or stall."""
+"""The API's end of an engine: starts its process or attaches to it, asks it, sees it die or stall."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import logging
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from octavo.config import EngineConfig
-from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats
+from octavo.core.outputs import EngineRequest, EngineStats
 from octavo.core.request import check_requests
 from octavo.engine import messages
-from octavo.engine.stream import OutputStream
+from octavo.engine.admin_calls import AdminCalls
+from octavo.engine.child import Child, cause_of
+from octavo.engine.connection import Connection
+from octavo.engine.launch import DEFAULT_EXECUTOR, launch_engine
+from octavo.engine.stream import OpenStreams, OutputStream
 from octavo.errors import InvalidRequest, OctavoError, Unavailable
 
 EngineState = Literal["loading", "warming", "ready", "draining", "paused", "sleeping", "stalled", "dead"]
-DEFAULT_EXECUTOR = "octavo.worker.executor:build_executor"
 STALL_S = 10.0  # silence after which a ready engine counts as stalled; its heartbeat comes every 0.5 s
 END_STALLED_S = (
     30.0  # how long a stalled engine may still come back; then those who wait are told, and it is ended
@@ -45,14 +40,25 @@ CLOSE_S = 5.0  # how long a closing engine may take to end its step before it is
 _log = logging.getLogger("octavo.engine")
 
 
+class Standing(msgspec.Struct, frozen=True):
+    """What was made of a ready engine, for all its clients."""
+
+    paused: bool = False
+    sleeping: bool = False  # from the call on
+    asleep: bool = False  # from its answer on: memory is given back
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        return self.paused, self.sleeping, self.asleep
+
+
 class EngineClient:
-    """One engine process and the requests it was given. Belongs to one event loop.
+    """One engine process and the requests that it was given here. Belongs to one event loop.
 
     ``state`` is one of loading, warming, ready, draining, paused, sleeping, stalled, dead; ``stage`` and
     ``detail`` say what a starting engine does, ``stages`` all that it has done since its start; ``error`` why
-    it died; ``info`` what it is, once ready; ``stats`` its load after the last step; ``asleep`` whether its
-    memory is given back. ``listeners`` are called with each ``Outputs`` message, the empty ones of an idle
-    engine too.
+    it died; ``info`` what it is, once ready; ``stats`` its load after the last step. ``listeners`` are called
+    with each ``Outputs`` message, the empty ones of an idle engine too.
     """
 
     def __init__(self, *, stall_s: float = STALL_S, end_stalled_s: float = END_STALLED_S) -> None:
@@ -66,20 +72,20 @@ class EngineClient:
         self._state: EngineState = "loading"
         self._failure: OctavoError | None = None
         self._draining = False
-        self._paused = False
-        self._sleeping = False  # from the call on
-        self.asleep = False  # from its answer on
+        self.standing = Standing()
         self._refusing = False
         self._stall_s = stall_s
         self._end_stalled_s = end_stalled_s
-        self._streams: dict[str, weakref.ref[OutputStream]] = {}
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._call_ids = itertools.count()
+        self._open = OpenStreams()
+        self._shared = False  # with other clients, who had ``_elsewhere`` requests after the last step
+        self._elsewhere = 0
+        self._calls = AdminCalls(self._send)
         self._changed = asyncio.Event()  # replaced at each change of state or of what is in flight
         self._tasks: list[asyncio.Task[None]] = []
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None  # of the client that started the engine
+        self._client_numbers = itertools.count(messages.OWNER + 1)
         self._folder: str | None = None
-        self._context: zmq.Context[Any] | None = None
+        self._connection: Connection | None = None
         self._last_heard = 0.0
         self._allowed_silence = stall_s
 
@@ -97,41 +103,33 @@ class EngineClient:
 
         ``model_path`` is the model already fetched; without it the engine fetches ``config.model``.
         """
-        self._loop = asyncio.get_running_loop()
-        self._rank = rank
         self._folder = tempfile.mkdtemp(prefix="octavo-")  # readable by this user alone
-        to_engine, from_engine = f"ipc://{self._folder}/in", f"ipc://{self._folder}/out"
-        self._context = zmq.Context()
-        self._to_engine = self._context.socket(zmq.PUSH)
-        self._from_engine = zmq.asyncio.Context(self._context).socket(zmq.PULL)
-        for socket in (self._to_engine, self._from_engine):
-            socket.set_hwm(0)  # no side ever blocks; the engine's bounded queue bounds what is in flight
-            socket.linger = 0
-        self._from_engine.bind(from_engine)
-        self._to_engine.connect(to_engine)
-        launch = messages.Launch(
-            version=messages.VERSION,
-            rank=rank,
-            config={**dataclasses.asdict(config), "api_key": ()},
-            model_path=None if model_path is None else str(model_path),
-            executor=executor,
-            to_engine=to_engine,
-            from_engine=from_engine,
+        place = messages.Attachment(f"ipc://{self._folder}/in", f"ipc://{self._folder}/out", rank)
+        self._connect(place)
+        self._process = launch_engine(config, place, model_path, executor, self._exited)
+
+    async def attach(self, place: messages.Attachment) -> None:
+        """Be one more client of an engine that another client started and admits to."""
+        self._connect(place)
+        self._shared = True
+        self._send(messages.Attach(place.from_engine))
+
+    def admit(self) -> messages.Attachment:
+        """A place for one more client of the engine that this one started."""
+        self._shared, client = True, next(self._client_numbers)
+        return msgspec.structs.replace(
+            self._place, from_engine=f"{self._place.from_engine}-{client}", client=client
         )
-        # A session of its own: Ctrl-C and signals to the group reach the owner, which drains first.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "octavo.engine.process"], stdin=subprocess.PIPE, start_new_session=True
-        )
-        assert self._process.stdin is not None
-        frame = messages.encode_launch(launch)
-        try:
-            self._process.stdin.write(len(frame).to_bytes(4, "big") + frame)
-            self._process.stdin.flush()  # stays open: its end tells the engine that we are gone
-        except BrokenPipeError:
-            _log.debug("the engine ended before it was told what to do")  # its exit status says why
+
+    def dismiss(self, place: messages.Attachment) -> None:
+        """A client that was admitted is gone: its requests end within a step."""
+        self._send(messages.Detach(place.client))
+
+    def _connect(self, place: messages.Attachment) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._place, self._connection = place, Connection(place)
         self._last_heard = time.monotonic()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
-        threading.Thread(target=self._wait_exit, args=(self._process,), daemon=True).start()
 
     async def wait_ready(self) -> messages.Ready:
         """Wait until requests are taken. Raises why the engine could not start (``ConfigError``, ...)."""
@@ -150,9 +148,9 @@ class EngineClient:
     def state(self) -> EngineState:
         if self._state != "ready":
             return self._state
-        if self._sleeping:
+        if self.standing.sleeping:
             return "sleeping"
-        return "draining" if self._draining else "paused" if self._paused else "ready"
+        return "draining" if self._draining else "paused" if self.standing.paused else "ready"
 
     @property
     def pid(self) -> int | None:
@@ -160,8 +158,13 @@ class EngineClient:
 
     @property
     def in_flight(self) -> int:
-        """Requests handed to the engine that have not finished."""
-        return len(self._streams)
+        """Requests handed to the engine here that have not finished."""
+        return len(self._open)
+
+    @property
+    def in_flight_everywhere(self) -> int:
+        """With those of other clients, as far as the engine's last step tells of them."""
+        return len(self._open) + self._elsewhere
 
     # Requests
 
@@ -176,66 +179,65 @@ class EngineClient:
             raise Unavailable("the engine is draining: it takes no more requests")
         ids = [request.request_id for request in requests]
         check_requests(requests, info.limits)
-        if len(set(ids)) < len(ids) or any(name in self._streams for name in ids):
+        if len(set(ids)) < len(ids) or any(name in self._open for name in ids):
             raise InvalidRequest(
                 "request_id is in use: each running request needs its own", param="request_id"
             )
         self._send(messages.AddRequests(list(requests)))
         stream = OutputStream(ids, self._forget, self._loop)
-        for name in ids:
-            self._streams[name] = weakref.ref(stream)
+        self._open.add(stream)
         return stream
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End these within a step; their streams get a last output with ``finish_reason`` "abort"."""
-        if ids := [name for name in request_ids if name in self._streams]:
+        if ids := [name for name in request_ids if name in self._open]:
             self._send(messages.AbortRequests(ids))
+
+    def abort_all(self) -> None:
+        """As ``abort``, all that were submitted here."""
+        self.abort(self._open.request_ids)
 
     async def admin(self, method: str, **arguments: Any) -> Any:
         """Call an admin method of the engine (``reset_prefix_cache``); ``InvalidRequest`` if it has none."""
         self._require_ready()
-        call_id = next(self._call_ids)
-        self._calls[call_id] = future = self._loop.create_future()
-        self._send(messages.AdminCall(call_id, method, arguments))
-        try:
-            return await future
-        finally:
-            self._calls.pop(call_id, None)
+        return await self._calls.call(method, arguments)
+
+    def stand(self, **changes: bool) -> None:
+        """What another client made of the engine, or this one is about to: fields of ``Standing``."""
+        self.standing = msgspec.structs.replace(self.standing, **changes)
+        self._notify()
 
     async def pause(self, *, abort: bool) -> None:
         """Begin no step until ``resume``. Requests keep their blocks, or are ended with ``abort``."""
-        self._paused = True
-        self._notify()
+        self.stand(paused=True)
         if abort:
-            self.abort(list(self._streams))
+            self.abort_all()
         await self.admin("pause")
 
     async def resume(self) -> None:
         """Go on after ``pause``."""
         await self.admin("resume")
-        self._paused = False
-        self._notify()
+        self.stand(paused=False)
 
-    async def sleep(self, level: int, *, wait: bool) -> None:
-        """Give back the memory of the KV cache, and of level 2 on of the weights, until ``wake_up``.
-
-        Requests are ended; with ``wait`` they may end by themselves first.
+    async def sleep(self, level: int) -> None:
+        """End all requests and give back the memory of the KV cache, and of level 2 on of the weights, until
+        ``wake_up``.
         """
-        self._sleeping = True
-        self._notify()
-        while wait and self._sleeping and self._streams:
-            await self.changed()
-        if self._sleeping:  # nobody has woken it meanwhile
-            await self.admin("sleep", level=level)
-            self._paused, self.asleep = False, True
-            self._notify()
+        self.stand(sleeping=True)
+        await self.admin("sleep", level=level)
+        self.stand(paused=False, asleep=True)
 
     async def wake_up(self, tags: Sequence[str] = ()) -> None:
         """Bring back these parts of its memory ("weights", "kv_cache"), all without any. It takes requests
         once no part is missing. ``InvalidRequest`` for an unknown one.
         """
-        self._sleeping = self.asleep = bool(await self.admin("wake_up", tags=list(tags)))
-        self._notify()
+        missing = bool(await self.admin("wake_up", tags=list(tags)))
+        self.stand(sleeping=missing, asleep=missing)
+
+    async def rest(self) -> None:
+        """Before a sleep: wait until no request is left here, or until the engine is woken."""
+        while self.standing.sleeping and self._open:
+            await self.changed()
 
     async def drain(self, grace_s: float, timeout_s: float) -> bool:
         """Stop gently: take requests for ``grace_s`` seconds more, let those running end until ``timeout_s``.
@@ -247,47 +249,37 @@ class EngineClient:
         self._notify()
         await self._until(lambda: self._failure is not None, grace_s)
         self._refusing = True
-        done = await self._until(lambda: not self._streams, timeout_s - (time.monotonic() - start))
+        done = await self._until(lambda: not self._open, timeout_s - (time.monotonic() - start))
         if not done:
-            self.abort(list(self._streams))
-            await self._until(lambda: not self._streams, STALL_S)
+            self.abort_all()
+            await self._until(lambda: not self._open, STALL_S)
         return done
 
     async def close(self) -> None:
-        """End the process; requests still running fail with ``Unavailable``."""
-        self._fail(Unavailable("the engine was closed"))
-        process = self._process
-        if process is not None and process.poll() is None:
+        """Requests still running fail with ``Unavailable``. The client that started the engine ends it."""
+        self.fail(Unavailable("the engine was closed"))
+        if self._process is not None:
             if self.info is None:
-                process.kill()
-            else:
-                self._send(messages.Shutdown())
-            if not await self._until(lambda: process.poll() is not None, CLOSE_S):
-                process.kill()
-                await asyncio.to_thread(process.wait)
-        if process is not None and process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it ended before it had read what is still buffered
-                process.stdin.close()
+                self._process.kill()
+            self._send(messages.Shutdown())
+            await self._process.close(CLOSE_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._context is not None:
-            self._to_engine.close()
-            self._from_engine.close()
-            self._context.term()
-            self._context = None
+        if self._connection is not None:
+            self._connection.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     # What the engine says
 
     async def _receive(self) -> None:
+        assert self._connection is not None
         while True:
-            frame = await self._from_engine.recv()
             try:
-                self._handle(messages.decode(frame))
+                self._handle(await self._connection.receive())
             except (messages.VersionMismatch, msgspec.DecodeError) as error:
-                self._fail(OctavoError(f"the engine's messages cannot be read: {error}"))
+                self.fail(OctavoError(f"the engine's messages cannot be read: {error}"))
 
     def _handle(self, message: messages.ToEngine | messages.FromEngine) -> None:
         self._last_heard = time.monotonic()
@@ -297,20 +289,18 @@ class EngineClient:
         match message:
             case messages.Outputs(outputs, stats):
                 self.stats = stats
-                for output in outputs:
-                    self._deliver(output)
+                ended = [self._open.deliver(output) for output in outputs]
+                if any(ended):
+                    self._notify()
+                if self._shared:
+                    self._elsewhere = max(0, stats.running + stats.waiting - len(self._open))
                 self._tell_listeners(message)
             case messages.LongStep(expected_s):
                 self._allowed_silence = max(self._stall_s, LONG_STEP_SLACK * expected_s)
             case messages.Rejected(request_ids, error):
-                for name in request_ids:
-                    self._drop(name, error.error())
-            case messages.AdminReply(call_id, value, failure):
-                if (future := self._calls.get(call_id)) and not future.done():
-                    if failure is None:
-                        future.set_result(value)
-                    else:
-                        future.set_exception(failure.error())
+                self._drop(request_ids, error.error())
+            case messages.AdminReply():
+                self._calls.answered(message)
             case messages.Progress(stage, detail):
                 self.stage, self.detail = stage, detail
                 self.stages.append((stage, detail))
@@ -319,15 +309,7 @@ class EngineClient:
                 self.info, self.stage, self.detail = message, "ready", ""
                 self._set_state("ready")
             case messages.Failed(error):
-                self._fail(error.error())
-
-    def _deliver(self, output: EngineOutput) -> None:
-        reference = self._streams.get(output.request_id)
-        if reference is not None and (stream := reference()) is not None:
-            stream.put(output)
-        if output.finish_reason is not None:
-            self._streams.pop(output.request_id, None)
-            self._notify()
+                self.fail(error.error())
 
     def _tell_listeners(self, message: messages.Outputs) -> None:
         for listener in self.listeners:
@@ -336,10 +318,8 @@ class EngineClient:
             except Exception:  # a fault in the metrics must not end the streams
                 _log.exception("a listener of the engine's outputs failed")
 
-    def _drop(self, name: str, error: OctavoError) -> None:
-        reference = self._streams.pop(name, None)
-        if reference is not None and (stream := reference()) is not None:
-            stream.fail(error)
+    def _drop(self, request_ids: Sequence[str], error: OctavoError) -> None:
+        self._open.fail(request_ids, error)
         self._notify()
 
     # What the engine does not say
@@ -356,42 +336,27 @@ class EngineClient:
             if self._state == "ready" and silence > self._allowed_silence:
                 _log.error("the engine has been silent for %.0f s: stalled", silence)
                 self._set_state("stalled")
-            elif self._state == "stalled" and silence > self._allowed_silence + self._end_stalled_s:
-                self._fail(Unavailable(f"the engine did not answer for {silence:.0f} s and was ended"))
-                assert self._process is not None
+            elif self._process is not None and silence > self._allowed_silence + self._end_stalled_s:
+                self.fail(Unavailable(f"the engine did not answer for {silence:.0f} s and was ended"))
                 self._process.kill()
-
-    def _wait_exit(self, process: subprocess.Popen[bytes]) -> None:
-        """Runs in a thread of its own: returns when the engine has ended, whatever ended it."""
-        status = process.wait()
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._exited, status)
 
     def _exited(self, status: int) -> None:
         self._tasks.append(asyncio.create_task(self._bury(status)))
 
     async def _bury(self, status: int) -> None:
         await self._until(lambda: self._failure is not None, LAST_WORDS_S)
-        if status < 0:
-            cause = f"killed by {signal.Signals(-status).name}"
-            cause += " (out of memory?)" if status == -signal.SIGKILL else ""
-        else:
-            cause = f"exit status {status}"
-        self._fail(Unavailable(f"the engine process ended: {cause}"))
+        self.fail(Unavailable(f"the engine process ended: {cause_of(status)}"))
         self._notify()
 
-    def _fail(self, error: OctavoError) -> None:
+    def fail(self, error: OctavoError) -> None:
         """The engine is gone for good: the first cause stays, everyone who waits is told."""
         if self._failure is not None:
             return
         self._failure, self.error = error, error.message
         self._set_state("dead")
         told = error if isinstance(error, Unavailable) else Unavailable(f"the engine failed: {error.message}")
-        for name in list(self._streams):
-            self._drop(name, told)
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(told)
+        self._drop(self._open.request_ids, told)
+        self._calls.fail(told)
 
     # Small parts
 
@@ -405,15 +370,13 @@ class EngineClient:
         return self.info
 
     def _send(self, body: messages.ToEngine) -> None:
-        frame = messages.encode(body, self._rank)
-        if not self._to_engine.closed:
-            self._to_engine.send(frame)
+        assert self._connection is not None
+        self._connection.send(body)
 
     def _forget(self, request_ids: Sequence[str]) -> None:
         """Their reader has left."""
         self.abort(request_ids)
-        for name in request_ids:
-            self._streams.pop(name, None)
+        self._open.forget(request_ids)
         self._notify()
 
     def _set_state(self, state: EngineState) -> None:

@@ -10,7 +10,8 @@ from octavo import errors
 from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats
 from octavo.core.request import Limits
 
-VERSION = 1  # both sides refuse a message of another version
+VERSION = 2  # both sides refuse a message of another version
+OWNER = 0  # number of the client that started the engine; it alone may stop it
 ASLEEP = "the engine sleeps: it takes no requests until it is woken up"  # said on both sides
 
 
@@ -37,7 +38,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag="add"):
-    """Start these; those of one client request come together."""
+    """Start these; those of one client request come together. No other client has requests of these ids."""
 
     requests: list[EngineRequest]
 
@@ -54,6 +55,18 @@ class AdminCall(msgspec.Struct, frozen=True, tag="admin"):
     call_id: int
     method: str
     arguments: dict[str, Any] = {}
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """One more client: what it asks for is answered at ``address``, ``Ready`` first."""
+
+    address: str
+
+
+class Detach(msgspec.Struct, frozen=True, tag="detach"):
+    """This client is gone for good: its requests end, and it is told nothing more."""
+
+    client: int
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -112,7 +125,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     error: ErrorInfo
 
 
-ToEngine = AddRequests | AbortRequests | AdminCall | Shutdown
+ToEngine = AddRequests | AbortRequests | AdminCall | Attach | Detach | Shutdown
 FromEngine = Progress | Ready | Outputs | Rejected | LongStep | AdminReply | Failed
 
 
@@ -132,12 +145,26 @@ class Launch(msgspec.Struct, frozen=True):
     from_engine: str
 
 
+class Attachment(msgspec.Struct, frozen=True):
+    """Where a client meets its engine: ZeroMQ ipc addresses, the engine's rank, and the client's number,
+    which no other has or had.
+    """
+
+    to_engine: str
+    from_engine: str
+    rank: int = 0
+    client: int = OWNER
+
+
 class Envelope(msgspec.Struct, frozen=True):
-    """The frame around every message: protocol version, rank of the engine at one end of it, body."""
+    """The frame around every message: protocol version, rank of the engine at one end of it, body, number of
+    the client at the other.
+    """
 
     version: int
     rank: int
     body: ToEngine | FromEngine
+    client: int = OWNER
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -160,8 +187,8 @@ _header_decoder = msgspec.msgpack.Decoder(_Header)
 _launch_decoder = msgspec.msgpack.Decoder(Launch)
 
 
-def encode(body: ToEngine | FromEngine, rank: int = 0) -> bytes:
-    return _encoder.encode(Envelope(VERSION, rank, body))
+def encode(body: ToEngine | FromEngine, rank: int = 0, client: int = OWNER) -> bytes:
+    return _encoder.encode(Envelope(VERSION, rank, body, client))
 
 
 def encode_launch(launch: Launch) -> bytes:
@@ -170,7 +197,12 @@ def encode_launch(launch: Launch) -> bytes:
 
 def decode(data: bytes) -> ToEngine | FromEngine:
     """The body of a message. Raises ``VersionMismatch``, or ``msgspec.DecodeError`` for anything else."""
-    return _checked(data, _decoder).body
+    return decode_envelope(data).body
+
+
+def decode_envelope(data: bytes) -> Envelope:
+    """As ``decode``, with who sent it."""
+    return _checked(data, _decoder)
 
 
 def decode_launch(data: bytes) -> Launch:

@@ -10,93 +10,69 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
-import os
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 
 from octavo.config import EngineConfig, engine_config
+from octavo.core.outputs import EngineRequest
 from octavo.engine import messages
+from octavo.engine.child import end_with_owner, read_frame
 from octavo.engine.core import EngineCore
 from octavo.engine.executor import Executor, ExecutorFactory
+from octavo.engine.port import Port
 from octavo.errors import ConfigError, OctavoError
 
 HEARTBEAT_MS = 500  # an idle engine speaks this often
-LAST_WORDS_MS = 2000  # how long a dying engine tries to hand over its last message
-ORPHANED = 3  # exit status when the owner is gone
 
 _log = logging.getLogger("octavo.engine")
 
 
-class Port:
-    """The engine's two sockets."""
-
-    def __init__(self, launch: messages.Launch) -> None:
-        self._context = zmq.Context()
-        self._rank = launch.rank
-        self._in = self._context.socket(zmq.PULL)
-        self._out = self._context.socket(zmq.PUSH)
-        for socket in (self._in, self._out):
-            socket.set_hwm(0)
-            socket.linger = LAST_WORDS_MS
-        self._in.bind(launch.to_engine)
-        self._out.connect(launch.from_engine)
-
-    def send(self, body: messages.FromEngine) -> None:
-        self._out.send(messages.encode(body, self._rank))
-
-    def receive(self, timeout_ms: int) -> list[messages.ToEngine | messages.FromEngine]:
-        """All that has arrived, waiting up to ``timeout_ms`` for the first."""
-        arrived: list[messages.ToEngine | messages.FromEngine] = []
-        while self._in.poll(0 if arrived else timeout_ms):
-            arrived.append(messages.decode(self._in.recv()))
-        return arrived
-
-    def close(self) -> None:
-        """Returns once the last message is handed over, or after ``LAST_WORDS_MS``."""
-        self._in.close(linger=0)
-        self._out.close()
-        self._context.term()
-
-
-def serve(core: EngineCore, port: Port) -> None:
-    """Run until told to stop. Aborts and new requests are taken in between any two steps."""
-    while _take_in(core, port, 0 if core.has_work else HEARTBEAT_MS):
-        if core.wait() and not _take_in(core, port, 0):
+def serve(core: EngineCore, port: Port, ready: messages.Ready) -> None:
+    """Run until told to stop. Aborts and new requests are taken in between any two steps. ``ready`` is told
+    to clients that come later.
+    """
+    while _take_in(core, port, ready, 0 if core.has_work else HEARTBEAT_MS):
+        if core.wait() and not _take_in(core, port, ready, 0):
             return
         outputs = core.step()
         for request_ids, error in core.take_rejected():
-            _reject(port, request_ids, error)
-        port.send(messages.Outputs(outputs, core.stats()))
+            port.reject(request_ids, error)
+        port.send_outputs(outputs, core.stats())
 
 
-def _take_in(core: EngineCore, port: Port, timeout_ms: int) -> bool:
-    """Do what the owner says, waiting so long for the first message. False when it says to stop."""
-    for message in port.receive(timeout_ms):
-        match message:
+def _take_in(core: EngineCore, port: Port, ready: messages.Ready, timeout_ms: int) -> bool:
+    """Do what the clients say, waiting so long for the first message. False when the owner says to stop."""
+    for envelope in port.receive(timeout_ms):
+        client = envelope.client
+        match envelope.body:
             case messages.AddRequests(requests):
-                try:
-                    core.add(requests)
-                except OctavoError as error:
-                    _reject(port, [request.request_id for request in requests], error)
+                _add(core, port, client, requests)
             case messages.AbortRequests(request_ids):
                 core.abort(request_ids)
-            case messages.AdminCall():
-                port.send(_admin(core, message))
+            case messages.AdminCall() as call:
+                port.send(_admin(core, call), client)
+            case messages.Attach(address):
+                if port.attach(client, address):
+                    port.send(ready, client)
+            case messages.Detach(gone):
+                core.abort(port.detach(gone))
             case messages.Shutdown():
                 return False
-            case _:
+            case message:
                 raise OctavoError(f"an engine takes no {type(message).__name__} message")
     return True
 
 
-def _reject(port: Port, request_ids: list[str], error: OctavoError) -> None:
-    port.send(messages.Rejected(request_ids, messages.ErrorInfo.of(error)))
+def _add(core: EngineCore, port: Port, client: int, requests: list[EngineRequest]) -> None:
+    if port.takes(client, requests):
+        try:
+            core.add(requests)
+        except OctavoError as error:
+            port.reject([request.request_id for request in requests], error)
 
 
 def _admin(core: EngineCore, call: messages.AdminCall) -> messages.AdminReply:
@@ -138,62 +114,43 @@ def run(launch: messages.Launch) -> int:
         core = EngineCore(
             config,
             executor,
-            foretell=lambda seconds: port.send(messages.LongStep(seconds)),
+            foretell=lambda seconds: port.send_all(messages.LongStep(seconds)),
             rank=launch.rank,
         )
         info = executor.info
         gc.collect()
         gc.freeze()  # what was loaded lives as long as the process: no later collection walks it
-        port.send(
-            messages.Ready(
-                info.max_model_len,
-                info.vocab_size,
-                core.kv,
-                info.num_blocks,
-                list(info.eos_token_ids),
-                core.limits,
-            )
+        ready = messages.Ready(
+            info.max_model_len,
+            info.vocab_size,
+            core.kv,
+            info.num_blocks,
+            list(info.eos_token_ids),
+            core.limits,
         )
-        serve(core, port)
+        port.send(ready)
+        serve(core, port, ready)
     except OctavoError as error:
-        port.send(messages.Failed(messages.ErrorInfo.of(error)))
+        port.send_all(messages.Failed(messages.ErrorInfo.of(error)))
         return 1
     except Exception as error:  # whatever it is, the owner must hear of it before this process ends
         _log.exception("the engine failed")
-        port.send(messages.Failed(messages.ErrorInfo("OctavoError", f"{type(error).__name__}: {error}")))
+        port.send_all(messages.Failed(messages.ErrorInfo("OctavoError", f"{type(error).__name__}: {error}")))
         return 1
     finally:
         port.close()
     return 0
 
 
-def _read_launch(stdin: int) -> messages.Launch:
-    return messages.decode_launch(_read(stdin, int.from_bytes(_read(stdin, 4), "big")))
-
-
-def _read(stdin: int, size: int) -> bytes:
-    """So many bytes, fewer only at the end. Unbuffered: a buffer's lock would trip the interpreter's exit."""
-    data = b""
-    while len(data) < size and (part := os.read(stdin, size - len(data))):
-        data += part
-    return data
-
-
-def _end_with_owner(stdin: int) -> None:
-    while os.read(stdin, 1):
-        pass  # the owner says nothing more; only its end counts
-    os._exit(ORPHANED)
-
-
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     stdin = sys.stdin.fileno()
     try:
-        launch = _read_launch(stdin)
+        launch = messages.decode_launch(read_frame(stdin))
     except (messages.VersionMismatch, msgspec.DecodeError) as error:
         _log.error("the launch message cannot be read: %s", error)
         return 1
-    threading.Thread(target=_end_with_owner, args=(stdin,), daemon=True).start()
+    end_with_owner(stdin)
     logging.getLogger().setLevel(str(launch.config.get("log_level", "info")).upper())
     return run(launch)
 

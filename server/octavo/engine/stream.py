@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from octavo.core.outputs import EngineOutput
@@ -76,3 +77,46 @@ class OutputStream(AsyncIterator[EngineOutput]):
             ids = list(self._open)
             self._open.clear()
             self._abandon_requests(ids)
+
+
+class OpenStreams:
+    """The requests that have not finished, and who reads each: a reader that is dropped is not kept alive."""
+
+    def __init__(self) -> None:
+        self._readers: dict[str, weakref.ref[OutputStream]] = {}
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._readers
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._readers)
+
+    def add(self, stream: OutputStream) -> None:
+        self._readers |= dict.fromkeys(stream.request_ids, weakref.ref(stream))
+
+    def deliver(self, output: EngineOutput) -> bool:
+        """Hand it to its reader. True when it is the last of its request."""
+        if (stream := self._reader(output.request_id)) is not None:
+            stream.put(output)
+        if output.finish_reason is None:
+            return False
+        return self._readers.pop(output.request_id, None) is not None
+
+    def fail(self, request_ids: Sequence[str], error: OctavoError) -> None:
+        """They end with this error."""
+        for name in request_ids:
+            if (stream := self._reader(name)) is not None:
+                stream.fail(error)
+        self.forget(request_ids)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        for name in request_ids:
+            self._readers.pop(name, None)
+
+    def _reader(self, request_id: str) -> OutputStream | None:
+        reference = self._readers.get(request_id)
+        return None if reference is None else reference()

@@ -1,0 +1,89 @@
+"""The HTTP servers themselves: sockets, TLS, and uvicorn as we want it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Generator
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, InvalidRequest, error_body
+
+LAST_ANSWERS_S = 5.0  # how long answers may still be written once the engine has nothing more to say
+BACKLOG = 2048
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: at SIGTERM it would cut the streams."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class _Protocol(HttpToolsProtocol):
+    """What is not HTTP is told so as everything else is."""
+
+    def send_400_response(self, msg: str) -> None:
+        body = msgspec.json.encode(error_body(InvalidRequest(msg, code="invalid_http")))
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body))
+        self.transport.close()
+
+
+def listen(host: str, port: int, flag: str, *, shared: bool = False) -> socket.socket:
+    """Raises ``ConfigError`` where the port is taken. ``shared``: other processes of ours may listen on it
+    too, and the kernel deals the connections out among them.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    one = socket.socket(family, socket.SOCK_STREAM)
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        one.bind((host, port))
+        one.listen(BACKLOG)
+    except OSError as error:
+        one.close()
+        message = f"{flag} {port} on {host} cannot be used: {error.strerror}. Choose another --{flag}"
+        raise ConfigError(message) from error
+    one.setblocking(False)
+    return one
+
+
+def tls_settings(config: EngineConfig) -> dict[str, Any]:
+    """uvicorn's settings for HTTPS; none without a certificate."""
+    if config.ssl_certfile is None:
+        return {}
+    names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
+    return {name: getattr(config, name) for name in names}
+
+
+def http_server(app: ASGIApp, config: EngineConfig, **more: Any) -> HttpServer:
+    """Raises ``ConfigError`` for a certificate that cannot be used."""
+    settings = uvicorn.Config(
+        app,
+        http=_Protocol,
+        log_config=None,
+        log_level=config.uvicorn_log_level,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=75,  # longer than the pools of clients and routers keep a connection
+        timeout_graceful_shutdown=LAST_ANSWERS_S,  # type: ignore[arg-type]  # compared as a number
+        **more,
+    )
+    try:
+        settings.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"the certificate in ssl-certfile {config.ssl_certfile} cannot be used: {error}"
+        ) from error
+    return HttpServer(settings)
