@@ -236,13 +236,7 @@ def test_a_client_that_leaves_frees_its_blocks(paced: Any, streams: bool) -> Non
         with client.stream("POST", paced.url + "/v1/messages", json=body) as answer:
             next(answer.iter_raw())
             raise httpx.ReadTimeout("enough")
-    for _ in range(100):
-        load = paced.get("/load").json()
-        if load["running"] == load["waiting"] == load["kv_usage"] == 0:
-            break
-        paced.thread.join(0.1)
-    else:
-        raise AssertionError("it still holds something")
+    paced.until(paced.idle, "it still holds something")
     assert paced.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1
 
 

@@ -96,7 +96,7 @@ def _number(low: float, high: float) -> Schema:
 _MESSAGE = {
     "type": "object",
     "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
         "content": _one_of(_TEXT, {"type": "null"}, _list({"type": "object"})),
     },
     "required": ["role"],
