@@ -26,28 +26,58 @@ if TYPE_CHECKING:
 KEPT = 64  # grammars whose built form is kept
 
 
+class _Path:
+    """A matcher that only goes forward, and the tokens that it has taken.
+
+    llguidance can go back, but may then give its last mask for a state that only looks like that mask's own.
+    """
+
+    def __init__(self, matcher: LLMatcher, tokens: list[int]) -> None:
+        self.matcher, self.tokens = matcher, tokens
+
+    def copy(self) -> _Path:
+        return _Path(self.matcher.deep_copy(), self.tokens.copy())
+
+    def leads_to(self, tokens: Sequence[int]) -> bool:
+        return list(tokens[: len(self.tokens)]) == self.tokens
+
+
 class GrammarMatcher:
-    """Where one output stands in its grammar."""
+    """Where one output, and drafts after it, stand in their grammar. ``start`` is kept as it is."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, start: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._start, self._vocab_size = _Path(start, []), vocab_size
         self._eos = frozenset(eos_token_ids)
-        self._followed: list[int] = []
-        self._ended = False
+        self._output = self._start.copy()
+        self._draft: _Path | None = None
+        self._at, self._ended = self._output, False
 
-    def follow(self, output: Sequence[int]) -> None:
-        """Go to the state after ``output``, forward or back. Raises ``RuleFault`` where it does not match."""
-        same = _length_in_common(self._followed, output)
-        if same < len(self._followed):
-            self._matcher.rollback(len(self._followed) - same)
-            del self._followed[same:]
-        wanted = list(itertools.takewhile(lambda token: token not in self._eos, output[same:]))
-        taken = self._matcher.try_consume_tokens(wanted)
-        self._followed += wanted[:taken]
-        self._ended = same + taken < len(output)
-        if taken < len(wanted) or (self._ended and not self._matcher.is_accepting()):
-            place = f"at token {same + taken} ({output[same + taken]})"
-            raise RuleFault(f"the output leaves its grammar {place} {self._matcher.get_error()}".rstrip())
+    def follow(self, output: Sequence[int], drafts: Sequence[int] = ()) -> None:
+        """Go to the state after ``output`` and ``drafts``, whatever came before. Raises ``RuleFault`` where
+        they do not match.
+        """
+        if not self._output.leads_to(output):
+            self._output = self._start.copy()
+        self._go(self._output, output)
+        if not drafts:
+            return
+        whole = [*output, *drafts]
+        if self._draft is None or not self._draft.leads_to(whole):
+            self._draft = self._output.copy()
+        self._go(self._draft, whole)
+
+    def _go(self, path: _Path, tokens: Sequence[int]) -> None:
+        known = len(path.tokens)
+        rest = list(itertools.takewhile(lambda token: token not in self._eos, tokens[known:]))
+        taken = path.matcher.try_consume_tokens(rest)
+        path.tokens += rest[:taken]
+        place = known + taken
+        self._at, self._ended = path, place < len(tokens)
+        if taken < len(rest) or (self._ended and not path.matcher.is_accepting()):
+            why = path.matcher.get_error()
+            raise RuleFault(
+                f"the output leaves its grammar at token {place} ({tokens[place]}) {why}".rstrip()
+            )
 
     def allowed(self, vocab_size: int) -> NDArray[np.bool_]:
         """Which tokens may come next [V]; once the grammar is complete, those that end the output.
@@ -59,18 +89,13 @@ class GrammarMatcher:
             mask[list(self._eos)] = True
             return mask
         words: NDArray[np.uint32] = np.zeros(-(-self._vocab_size // 32), dtype=np.uint32)
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if self._matcher.is_error():
-            raise RuleFault(f"the grammar cannot go on: {self._matcher.get_error()}")
+        matcher = self._at.matcher
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():
+            raise RuleFault(f"the grammar cannot go on: {matcher.get_error()}")
         bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=self._vocab_size)[:vocab_size]
         mask[: len(bits)] = bits
         return mask
-
-
-def _length_in_common(one: list[int], other: Sequence[int]) -> int:
-    if list(other[: len(one)]) == one:
-        return len(one)
-    return next(i for i, pair in enumerate(itertools.zip_longest(one, other)) if pair[0] != pair[1])
 
 
 class Grammars:
@@ -105,7 +130,7 @@ class Grammars:
         except InvalidRequest as error:
             raise RuleFault(error.message) from error
         assert self._tokenizer is not None
-        return GrammarMatcher(built.deep_copy(), self._tokenizer.vocab_size, self._eos)
+        return GrammarMatcher(built, self._tokenizer.vocab_size, self._eos)
 
     def _build(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher, LLTokenizer  # only who is asked for a grammar needs it

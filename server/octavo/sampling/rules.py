@@ -39,8 +39,10 @@ class RuleFault(Exception):
 class Matcher(Protocol):
     """Follows one output through a grammar (``octavo.sampling.grammar``)."""
 
-    def follow(self, output: Sequence[int]) -> None:
-        """Go to the state after ``output``, forward or back. Raises ``RuleFault`` where it does not match."""
+    def follow(self, output: Sequence[int], drafts: Sequence[int] = ()) -> None:
+        """Go to the state after ``output`` and ``drafts``, whatever came before. Raises ``RuleFault`` where
+        they do not match.
+        """
 
     def allowed(self, vocab_size: int) -> NDArray[np.bool_]:
         """Which tokens may come next [V]. Raises ``RuleFault``."""
@@ -127,7 +129,7 @@ class _Sequence:
         """Change ``row`` [V], the logits after the sequence and ``drafts``. Raises ``RuleFault``."""
         rules = self._rules
         if self._matcher is not None:
-            self._matcher.follow([*self._tokens[rules.num_prompt_tokens :], *drafts])
+            self._matcher.follow(self._tokens[rules.num_prompt_tokens :], drafts)
             row[~self._matcher.allowed(len(row))] = _BANNED
         if len(self._allowed):
             kept = row[self._allowed]
