@@ -1,7 +1,7 @@
 """The compute kernels of Octavo behind one interface (:class:`octavo_kernels.ops.Ops`).
 
-``load()`` picks a backend: ``cpu`` (C++: AMX, AVX-512 or AVX2, whichever the machine has) or ``reference``
-(plain torch, the truth every other backend is tested against).
+``load()`` picks a backend: ``cpu`` (C++: AMX, AVX-512 or AVX2, whichever the machine has), ``triton`` (NVIDIA
+and AMD GPUs) or ``reference`` (plain torch, the truth every other backend is tested against).
 """
 
 from octavo_kernels.ops import AttentionBatch, KernelsUnavailable, Ops, PackedWeight, Replay

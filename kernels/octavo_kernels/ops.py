@@ -3,6 +3,9 @@
 Shapes use M or T for tokens, N and K for a weight's rows and columns, H and Hkv for query and KV heads, D for
 the head dimension, B for sequences. Tensors may be strided views, but their last dimension is contiguous.
 Activations, weights and the KV cache of one model share one dtype. ``out`` has the result's shape and dtype.
+
+Backends whose ``write_kv`` and ``paged_attention`` take ``kv_scale``, (of keys, of values), take a cache of
+float8_e4m3fn as well: it holds what is written over its scale, up to 448, and is read times it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+"""The 8-bit float of caches: 4 bits of exponent, 3 of mantissa."""
 
 
 class KernelsUnavailable(RuntimeError):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo_kernels.ops import AttentionBatch, PackedWeight
+from octavo_kernels.ops import FP8, AttentionBatch, PackedWeight
 
 
 class ReferenceOps:
@@ -83,11 +83,16 @@ class ReferenceOps:
     def copy_blocks(self, cache: Tensor, src: Tensor, dst: Tensor) -> None:
         cache[dst] = cache[src]
 
-    def write_kv(self, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
+    def write_kv(
+        self, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, kv_scale: tuple[float, float] = (1.0, 1.0)
+    ) -> None:
         block_size = cache.shape[3]
         kept = slots >= 0
         slots = slots[kept]
         block, offset = slots // block_size, slots % block_size
+        if cache.dtype == FP8:
+            k, v = (_as_fp8(x, scale).view(torch.uint8) for x, scale in zip((k, v), kv_scale, strict=True))
+            cache = cache.view(torch.uint8)  # torch assigns by index to bytes, not to 8-bit floats
         cache[block, :, 0, offset] = k[kept]
         cache[block, :, 1, offset] = v[kept]
 
@@ -100,23 +105,30 @@ class ReferenceOps:
         window: int | None = None,
         softcap: float | None = None,
         out: Tensor | None = None,
+        kv_scale: tuple[float, float] = (1.0, 1.0),
     ) -> Tensor:
         y = torch.empty_like(q) if out is None else out
         starts = batch.query_start.tolist()
         for row, seq_len in enumerate(batch.seq_lens.tolist()):
             queries = slice(starts[row], starts[row + 1])
             blocks = batch.block_tables[row, : -(-seq_len // batch.block_size)].long()
-            y[queries] = _attend(q[queries], cache[blocks], seq_len, scale, window, softcap)
+            pages = cache[blocks].float()
+            if cache.dtype == FP8:
+                pages = pages * torch.tensor(kv_scale, device=q.device)[:, None, None]
+            y[queries] = _attend(q[queries], pages, seq_len, scale, window, softcap)
         return y
 
 
 def _attend(
     q: Tensor, pages: Tensor, seq_len: int, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """Attention of one sequence: q [n, H, D], pages [blocks, Hkv, 2, block_size, D] in order -> [n, H, D]."""
+    """Attention of one sequence: q [n, H, D] over its pages in order -> [n, H, D].
+
+    pages are float32 [blocks, Hkv, 2, block_size, D].
+    """
     n, heads, dim = q.shape
     kv_heads = pages.shape[1]
-    context = pages.float().permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, :seq_len]
+    context = pages.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, :seq_len]
     keys, values = context.repeat_interleave(heads // kv_heads, dim=1)
     scores = torch.einsum("nhd,hpd->hnp", q.float(), keys) * scale
     if softcap is not None:
@@ -128,6 +140,11 @@ def _attend(
         seen &= positions > own - window
     probabilities = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
     return torch.einsum("hnp,hpd->nhd", probabilities, values).to(q.dtype)
+
+
+def _as_fp8(x: Tensor, scale: float) -> Tensor:
+    largest = torch.finfo(FP8).max
+    return (x.float() * (1.0 / scale)).clamp(-largest, largest).to(FP8)
 
 
 def _deliver(value: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -20,10 +20,18 @@ def _cpu() -> Ops:
     return CpuOps()
 
 
-BACKENDS: dict[str, Callable[[], Ops]] = {"reference": ReferenceOps, "cpu": _cpu}
-ONLY_ON: dict[str, str] = {"cpu": "cpu"}
-"""The one device type of a backend that takes raw pointers to its memory."""
-AUTO: dict[str, tuple[str, ...]] = {"cpu": ("cpu",)}
+def _triton() -> Ops:
+    try:
+        from octavo_kernels.triton.backend import TritonOps
+    except ImportError as error:
+        raise KernelsUnavailable(f"the triton kernels need octavo[gpu] installed: {error}") from error
+    return TritonOps()
+
+
+BACKENDS: dict[str, Callable[[], Ops]] = {"reference": ReferenceOps, "cpu": _cpu, "triton": _triton}
+ONLY_ON: dict[str, str] = {"cpu": "cpu", "triton": "cuda"}
+"""The one device type of a backend that takes raw pointers to its memory; ROCm's is called cuda too."""
+AUTO: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton",)}
 """What ``auto`` tries before the reference, per device type."""
 
 

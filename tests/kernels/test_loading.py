@@ -58,6 +58,47 @@ def test_kernels_for_a_cpu_are_not_given_a_gpus_memory(monkeypatch):
         load(device="cuda")
 
 
+def test_without_a_gpu_the_triton_kernels_are_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(KernelsUnavailable, match=r"^the triton kernels run on cuda, not on cpu$"):
+        load("triton")
+    pytest.importorskip("triton")
+    with pytest.raises(
+        KernelsUnavailable, match=r"^the triton kernels need a GPU, and torch finds no usable .*$"
+    ):
+        load("triton", "cuda")
+
+
+def test_triton_without_a_c_compiler_is_refused_before_its_first_launch(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(KernelsUnavailable, match="need a C compiler"):
+        load("triton", "cuda")
+
+
+def test_a_gpu_is_served_by_the_triton_kernels_and_without_triton_by_the_reference(monkeypatch, caplog):
+    backend = pytest.importorskip("octavo_kernels.triton.backend")
+    monkeypatch.setattr(backend, "_architecture", lambda: "sm_90")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        ops = load("auto", "cuda", dtype)
+        assert (ops.name, ops.isa) == ("triton", "sm_90")
+    assert not caplog.records
+    monkeypatch.setitem(sys.modules, "octavo_kernels.triton.backend", None)
+    assert load("auto", "cuda").name == "reference"
+    assert "need octavo[gpu] installed" in caplog.text
+
+
+def test_an_architecture_without_a_table_shares_one_and_says_so(monkeypatch, caplog):
+    backend = pytest.importorskip("octavo_kernels.triton.backend")
+    monkeypatch.setattr(backend, "_architecture", lambda: "sm_89")
+    assert load("triton", "cuda").isa == "sm_89"
+    assert [record.getMessage() for record in caplog.records] == [
+        "no table of tiles for sm_89: its kernels use those for any GPU"
+    ]
+
+
 def test_the_environment_forces_a_backend(monkeypatch):
     monkeypatch.setenv("OCTAVO_KERNELS", "reference")
     assert load().name == "reference"

@@ -1,0 +1,274 @@
+"""The operations of :class:`octavo_kernels.ops.Ops` on a GPU: Triton kernels, and torch's matrix products.
+
+Nothing here waits for the GPU or looks at what tensors hold: grids depend on shapes alone. So a step can be
+captured once as a graph, over buffers that stay where they are, and launched again for other contents.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from triton import knobs
+
+from octavo_kernels.ops import FP8, AttentionBatch, KernelsUnavailable, PackedWeight
+from octavo_kernels.triton import elementwise, kv_cache
+from octavo_kernels.triton.launch import INTERPRETER, Shape, as_bytes, decode, launch, mixed, warps
+from octavo_kernels.triton.tables import is_tuned
+
+log = logging.getLogger(__name__)
+
+_ACTIVATIONS = ("silu", "gelu_tanh")
+_TILE = 2048
+"""Elements of a program of the elementwise kernels, about: 16 for each lane of 4 warps."""
+
+
+class TritonOps:
+    """Triton kernels for one GPU architecture; with TRITON_INTERPRET=1 the same kernels on CPU tensors.
+
+    ``arch`` is "sm_90", "gfx942" ...: by default the current device's. Raises KernelsUnavailable
+    without one, or without what Triton needs beside it.
+    """
+
+    name = "triton"
+    dtypes = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+    def __init__(self, arch: str | None = None) -> None:
+        self.isa = arch or _architecture()
+        if not is_tuned(self.isa) and self.isa != INTERPRETER:
+            log.warning("no table of tiles for %s: its kernels use those for any GPU", self.isa)
+
+    def set_num_threads(self, n: int) -> None:
+        torch.set_num_threads(n)
+
+    def record(self, forward: Callable[[], None]) -> None:
+        return None
+
+    def pack(self, weight: Tensor, dtype: torch.dtype) -> PackedWeight:
+        n, k = weight.shape
+        return PackedWeight((n, k), dtype, weight.to(dtype).contiguous())
+
+    def matmul(
+        self,
+        x: Tensor,
+        w: PackedWeight,
+        out: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        if out_dtype not in (None, x.dtype):
+            y = _wide_product(x, w.data, out_dtype)
+            y = y if bias is None else y.add_(bias)
+            return y if out is None else out.copy_(y)
+        if out is None:
+            return F.linear(x, w.data, bias)
+        if bias is None:
+            return torch.mm(x, w.data.t(), out=out)
+        return torch.addmm(bias, x, w.data.t(), out=out)
+
+    def lookup(self, w: PackedWeight, rows: Tensor, out: Tensor) -> Tensor:
+        return torch.index_select(w.data, 0, rows, out=out)
+
+    def pack_gate_up(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> PackedWeight:
+        if gate.shape != up.shape:
+            raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} differ in shape")
+        i, k = gate.shape
+        return PackedWeight((i, k), dtype, torch.cat([gate, up]).to(dtype).contiguous(), paired=True)
+
+    def gate_up(
+        self, x: Tensor, w: PackedWeight, activation: str = "silu", out: Tensor | None = None
+    ) -> Tensor:
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"activation {activation!r} is not one of {', '.join(_ACTIVATIONS)}")
+        pair = F.linear(x, w.data)
+        tokens, dim = pair.shape[0], w.shape[0]
+        out = torch.empty(tokens, dim, dtype=x.dtype, device=x.device) if out is None else out
+        tile = min(_TILE, triton.next_power_of_2(dim))
+        launch(
+            elementwise.gated_kernel,
+            (tokens, triton.cdiv(dim, tile)),
+            pair,
+            out,
+            pair.stride(0),
+            out.stride(0),
+            DIM=dim,
+            TILE=tile,
+            GELU=activation == "gelu_tanh",
+            num_warps=warps(tile),
+        )
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        tokens, dim = x.shape[0], x.shape[-1]
+        heads, x_head, out_head = (x.shape[1], x.stride(1), out.stride(1)) if x.dim() == 3 else (1, 0, 0)
+        rows, tile = _row_tile(dim)
+        launch(
+            elementwise.rms_norm_kernel,
+            (triton.cdiv(tokens * heads, rows),),
+            x,
+            weight,
+            out,
+            tokens * heads,
+            heads,
+            eps,
+            x.stride(0),
+            x_head,
+            out.stride(0),
+            out_head,
+            DIM=dim,
+            ROWS=rows,
+            TILE=tile,
+            num_warps=warps(rows * tile),
+        )
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+    ) -> Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        tokens, dim = x.shape
+        rows, tile = _row_tile(dim)
+        launch(
+            elementwise.add_rms_norm_kernel,
+            (triton.cdiv(tokens, rows),),
+            x,
+            residual,
+            weight,
+            out,
+            tokens,
+            eps,
+            x.stride(0),
+            residual.stride(0),
+            out.stride(0),
+            DIM=dim,
+            ROWS=rows,
+            TILE=tile,
+            num_warps=warps(rows * tile),
+        )
+        return out
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+        tokens, q_heads, dim = q.shape
+        heads, tile = _head_tile(max(q_heads, k.shape[1]), dim // 2)
+        groups = triton.cdiv(q_heads, heads) + triton.cdiv(k.shape[1], heads)
+        launch(
+            elementwise.rotary_kernel,
+            (tokens, groups),
+            q,
+            k,
+            cos,
+            sin,
+            positions,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            Q_HEADS=q_heads,
+            K_HEADS=k.shape[1],
+            HALF=dim // 2,
+            HEADS=heads,
+            TILE=tile,
+            num_warps=warps(heads * tile),
+        )
+
+    def kv_cache_shape(
+        self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        """The reference's: the keys, then the values, of one head and block are contiguous."""
+        return (num_blocks, kv_heads, 2, block_size, head_dim)
+
+    def copy_blocks(self, cache: Tensor, src: Tensor, dst: Tensor) -> None:
+        pages = cache.view(torch.uint8) if cache.dtype == FP8 else cache
+        pages[dst] = pages[src]
+
+    def write_kv(
+        self, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, kv_scale: tuple[float, float] = (1.0, 1.0)
+    ) -> None:
+        tokens, kv_heads, dim = k.shape
+        heads, tile = _head_tile(kv_heads, dim)
+        launch(
+            kv_cache.write_kv_kernel,
+            (tokens, triton.cdiv(kv_heads, heads)),
+            k,
+            v,
+            as_bytes(cache),
+            slots,
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            *cache.stride()[:4],
+            1.0 / kv_scale[0],
+            1.0 / kv_scale[1],
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            BLOCK_SIZE=cache.shape[3],
+            HEADS=heads,
+            TILE=tile,
+            FP8=cache.dtype == FP8,
+            num_warps=warps(heads * tile),
+        )
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        out: Tensor | None = None,
+        kv_scale: tuple[float, float] = (1.0, 1.0),
+    ) -> Tensor:
+        out = torch.empty_like(q) if out is None else out
+        shape = Shape(self.isa, q, cache, batch.block_size, window or 0, softcap or 0.0)
+        scales = (scale * kv_scale[0], kv_scale[1]) if cache.dtype == FP8 else (scale, 1.0)
+        alone = batch.max_query_len == 1 and q.shape[0] == batch.seq_lens.shape[0]
+        (decode if alone else mixed)(shape, q, cache, batch, scales, out)
+        return out
+
+
+def _architecture() -> str:
+    """The current device's, in its maker's words. Raises KernelsUnavailable where it cannot be used."""
+    if knobs.runtime.interpret:
+        return INTERPRETER
+    if not torch.cuda.is_available():
+        raise KernelsUnavailable(
+            "the triton kernels need a GPU, and torch finds no usable CUDA or ROCm device here: "
+            "give the process one, or choose --device cpu"
+        )
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise KernelsUnavailable(
+            "the triton kernels need a C compiler on this machine, for Triton to build what launches them: "
+            "install gcc, or name a compiler in CC"
+        )
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties().gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def _wide_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """x times weight transposed, in a wider dtype: on a GPU as the product itself summed it, unrounded."""
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=dtype)
+    return F.linear(x.to(dtype), weight.to(dtype))
+
+
+def _row_tile(dim: int) -> tuple[int, int]:
+    """(rows, elements of a row) of a tile that holds whole rows: several, where they are short."""
+    tile = triton.next_power_of_2(dim)
+    return max(1, _TILE // tile), tile
+
+
+def _head_tile(heads: int, dim: int) -> tuple[int, int]:
+    """(heads, elements of a head) of a tile for one token."""
+    tile = triton.next_power_of_2(dim)
+    return max(1, min(_TILE // tile, triton.next_power_of_2(heads))), tile
