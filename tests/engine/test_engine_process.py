@@ -175,7 +175,7 @@ def test_a_reader_that_leaves_frees_its_blocks(engine, run, request_of, how):
 def test_what_cannot_be_served_is_refused_at_once(engine, run, request_of):
     async def scenario():
         async with engine("paced", max_queue=1, max_num_seqs=1) as client:
-            with pytest.raises(ContextLengthExceeded, match=r"needs 2001 tokens.*takes 2000"):
+            with pytest.raises(ContextLengthExceeded, match=r"needs 2001 tokens.*length is 2000"):
                 client.submit([request_of("long", prompt=[1] * 2000, max_tokens=1)])
             with pytest.raises(InvalidRequest, match="token id 100"):
                 client.submit([request_of("id", prompt=[100])])

@@ -110,18 +110,23 @@ def _is_text(text: str) -> bool:
 
 def _check_length(prompt: int, output: int, limits: Limits) -> None:
     need = prompt + output
+    # Clients that do not look at the code know this error by words of OpenAI's and Anthropic's, here in both.
     asked = f"the request needs {need} tokens ({prompt} of the prompt, {output} of output)"
+    too_long, longest = "the prompt is too long: ", "this model's maximum context length is"
     if need > limits.max_model_len:
+        over = prompt >= limits.max_model_len
         raise ContextLengthExceeded(
-            f"{asked}; this model takes {limits.max_model_len}: shorten the prompt or lower max_tokens",
-            param="prompt" if prompt >= limits.max_model_len else "max_tokens",
+            f"{too_long if over else ''}{asked}; {longest} {limits.max_model_len}: shorten the prompt or "
+            "lower max_tokens",
+            param="prompt" if over else "max_tokens",
         )
     if need - 1 > limits.capacity:  # the last token drawn is never computed
+        over = prompt > limits.capacity
         raise ContextLengthExceeded(
-            f"{asked}; the KV cache holds {limits.capacity} ({limits.num_blocks} blocks of "
-            f"{limits.block_size}): shorten the prompt, lower max_tokens, or give the engine a larger "
-            "kv-cache-memory-bytes",
-            param="prompt" if prompt > limits.capacity else "max_tokens",
+            f"{too_long if over else ''}{asked}; {longest} {limits.capacity} with this KV cache "
+            f"({limits.num_blocks} blocks of {limits.block_size}): shorten the prompt, lower max_tokens, or "
+            "give the engine a larger kv-cache-memory-bytes",
+            param="prompt" if over else "max_tokens",
         )
 
 

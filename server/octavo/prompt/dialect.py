@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.errors import InvalidRequest
+from octavo.errors import ContextLengthExceeded, InvalidRequest
 
 # Fields of our chats that these APIs do not know; they are taken under the same names.
 EXTENSIONS = frozenset([
@@ -31,11 +31,16 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     renamed: tuple[tuple[str, str], ...]
 
     def as_asked(self, error: InvalidRequest) -> InvalidRequest:
-        """What is said of a field of the chat, said of the field that the client sent."""
+        """What is said of a field of the chat, said of the field that the client sent.
+
+        What is too long is the prompt in every API: clients know that error by its words.
+        """
         for pattern, name in self.renamed:
             if error.param is not None and re.match(rf"(?:{pattern})(?=[.\[]|$)", error.param):
                 whole = re.compile(rf"(?<![\w.])(?:{pattern})(?!\w)")
                 param, message = whole.sub(name, error.param), whole.sub(name, error.message)
+                if isinstance(error, ContextLengthExceeded) and error.param == "prompt":
+                    message = error.message
                 return type(error)(message, param=param, code=error.code)
         return error
 

@@ -174,8 +174,8 @@ class PromptRenderer:
             made = len(self._encode(text[:size], False))
             if made > 2 * longest:
                 raise ContextLengthExceeded(
-                    f"the first {size} of {len(text)} characters make {made} tokens; at most {longest} fit: "
-                    "shorten the prompt",
+                    f"the prompt is too long: the first {size} of {len(text)} characters make {made} tokens, "
+                    f"which exceeds the maximum number of tokens allowed, {longest}: shorten the prompt",
                     param="prompt",
                 )
             size *= 2
