@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import httpx
 import openai
 import pytest
 import tokenizers
+import uvloop
 from tokenizers import models, pre_tokenizers, trainers
 
 from octavo.api.server import Server
@@ -30,12 +32,27 @@ TEMPLATE = (
     "{% if m.role == 'tool' %}{{ raise_exception('tools are not known here') }}{% endif %}"
     "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# As models write that are trained on Hermes' calls; what is not the assistant's is the user's.
+ACTING_TEMPLATE = (
+    "{% for m in messages %}<|{{ 'assistant' if m.role == 'assistant' else 'user' }}|>{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 CORPUS = [
     "the quick brown fox jumps over the lazy dog and says hello to the world",
     "one two three four five six seven eight nine ten, again and again and again",
     "a model writes words: it was the best of times, it was the worst of times; naïve café 日本 😀",
 ]
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Client libraries under test report to nobody and fetch nothing; some read this when they are imported.
+os.environ |= {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LANGSMITH_TRACING": "false",
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -86,7 +103,7 @@ class Running:
             return await self.server.run()
 
         try:
-            self.result = asyncio.run(main())
+            self.result = uvloop.run(main())  # as octavo serve does
         except BaseException as error:  # looked at by the test
             self.error = error
 
@@ -184,6 +201,36 @@ def fast(model_folder: Path) -> Iterator[Running]:
 def paced(model_folder: Path) -> Iterator[Running]:
     with serving(model_folder, ScriptedEngine("paced")) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def acting(serve: Any) -> Iterator[Running]:
+    """A model that says turn by turn what ``script`` wrote into the first message, then what it is told."""
+    settings = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3", "enable_prefix_caching": False}
+    with serve("acting", chat_template=ACTING_TEMPLATE, **settings) as running:
+        yield running
+
+
+@pytest.fixture
+def only_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No other host is reached, and a test in which one is looked up fails."""
+    look_up, others = socket.getaddrinfo, []
+
+    def guarded(host: Any, *args: Any, **options: Any) -> Any:
+        if host in (None, "127.0.0.1", "::1", "localhost"):
+            return look_up(host, *args, **options)
+        others.append(host)
+        raise socket.gaierror(f"{host} is not this machine")
+
+    monkeypatch.setattr(socket, "getaddrinfo", guarded)
+    yield
+    assert not others, f"hosts were looked up: {others}"
+
+
+@pytest.fixture(scope="session")
+def script() -> Any:
+    """The first message of a chat with the ``acting`` model, given what it shall say in each of its turns."""
+    return lambda *parts: "".join(f"{part}<|pad|>" for part in parts)
 
 
 @pytest.fixture(scope="session")

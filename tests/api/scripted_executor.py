@@ -7,6 +7,7 @@ and the engine's process around them are the real ones.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from octavo.errors import InvalidRequest
 
 FIRST_PLAIN = 4  # ids below are special
 EOS = 1
+PART = 0  # where a part of a script ends
 FAIL_ROW, DIE = 300, 301  # a prompt that starts with one of these makes its row fail, or kills the process
 REFUSED = "refused by the engine"  # a grammar that holds this text
 LATE = 20  # the position at which ``late_fault`` fails
@@ -119,6 +121,49 @@ class Reciting(ScriptedExecutor):
         wanted = row.samples[0].logprobs
         logprobs = None if wanted is None else [TokenLogprobs(-0.5, 1, [(read[said], -0.5)][:wanted])]
         return RowResult(row.request_id, [read[said]], logprobs)
+
+
+class Acting(ScriptedExecutor):
+    """Plays the script in the first message, in each of the assistant's turns the next part, up to ``PART``.
+    After the last part it says what the last message holds. Without prefix caching.
+    """
+
+    def __init__(self, config, path):
+        super().__init__(config, path)
+        self._read = {}
+        self._to_say = {}
+
+    def _row(self, row):
+        read = self._read.setdefault(row.request_id, [])
+        read += row.token_ids
+        if not row.samples:
+            return RowResult(row.request_id, [])
+        if row.request_id not in self._to_say:  # all of the prompt is read
+            self._to_say[row.request_id] = self._line(read)
+        line = self._to_say[row.request_id]
+        token = next(line)
+        wanted = row.samples[0].logprobs
+        logprobs = None if wanted is None else [TokenLogprobs(-0.5, 1, [(token, -0.5)][:wanted])]
+        return RowResult(row.request_id, [token], logprobs)
+
+    def _line(self, prompt):
+        messages = [[]]
+        for token in prompt:
+            if token == EOS:
+                messages.append([])
+            else:
+                messages[-1].append(token)
+        *messages, begun = messages  # each begins with its role, the last is only that
+        turn = sum(message[0] == begun[0] for message in messages)
+        script = messages[0][1:]
+        for _ in range(turn):
+            script = script[script.index(PART) + 1 :] if PART in script else []
+        said = script[: script.index(PART)] if PART in script else messages[-1][1:]
+        return itertools.chain(said, itertools.repeat(EOS))
+
+
+def acting(config, path, progress):
+    return Acting(config, path)
 
 
 def reciting(config, path, progress):

@@ -9,16 +9,15 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+import typed
 from anthropic.types import Message, RawMessageStreamEvent
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
 TOOLS = [{"name": name, "input_schema": {"type": "object", "properties": {}}} for name in ("f", "ping")]
 CALL = '<tool_call>{"name": "f", "arguments": {"id": 42}}</tool_call>'
 PING = '<tool_call>{"name":"ping","arguments":{}}</tool_call>'
 HELLO = {"model": "tiny", "max_tokens": 20, "messages": [{"role": "user", "content": "hello"}]}
-_events: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def create(running: Any, text: str, **fields: Any) -> dict[str, Any]:
     """A whole answer, its types checked strictly."""
     answer = running.post("/v1/messages", ask(text, **fields))
     assert answer.status_code == 200, answer.text
-    Message.model_validate_json(answer.text, strict=True)
+    typed.read(Message, answer.text)
     return answer.json()
 
 
@@ -55,7 +54,7 @@ def stream(running: Any, text: str, **fields: Any) -> dict[str, Any]:
         assert name == f"event: {event['type']}"
         kinds.append(event["type"])
         if event["type"] != "ping":
-            _events.validate_json(data.removeprefix("data: "), strict=True)
+            typed.read(RawMessageStreamEvent, data.removeprefix("data: "))
         match event["type"]:
             case "message_start":
                 message, written = event["message"], ""
@@ -246,6 +245,13 @@ def test_thinking_that_is_off_is_not_shown(reciting: Any) -> None:
         assert outline(read(reciting, "<think>hm</think>five", **off)) == ["five"]
         on = {"thinking": {"type": "enabled", "budget_tokens": 100}}
         assert outline(read(reciting, "<think>hm</think>five", **on)) == ["hm", "five"]
+
+
+@pytest.mark.parametrize("words", [2_500, 20_000])
+def test_a_prompt_that_is_too_long_is_told_so_in_the_words_that_clients_know(fast: Any, words: int) -> None:
+    client = anthropic.Anthropic(base_url=fast.url, api_key="any", max_retries=0)
+    with pytest.raises(anthropic.BadRequestError, match=r"messages: the prompt is too long.* 2048"):
+        client.messages.create(**ask("word " * words))
 
 
 @pytest.mark.parametrize(

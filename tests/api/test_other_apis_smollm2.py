@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
+import openai
 import pytest
+from pydantic import BaseModel
+
+pytestmark = pytest.mark.usefixtures("only_this_machine")
 
 QUESTION = "What is the capital of France?"
 SCHEMA = {
@@ -96,6 +101,61 @@ def test_forms_and_calls_are_enforced(smollm2: Any, claude: anthropic.Anthropic)
     )  # fmt: skip
     assert message.stop_reason == "tool_use"
     assert message.content[0].input["city"] in ("Paris", "Lyon")
+
+
+class Answer(BaseModel):
+    city: Literal["Paris", "Lyon"]
+
+
+def test_public_clients_hold_it_to_their_classes(smollm2: Any) -> None:
+    import litellm
+    from langchain_openai import ChatOpenAI
+
+    url = f"{smollm2.url}/v1"
+    for responses in (False, True):
+        model = ChatOpenAI(
+            model="tiny", base_url=url, api_key="any", max_retries=0, max_tokens=200, temperature=0,
+            use_responses_api=responses,
+        )  # fmt: skip
+        for method in ("json_schema", "function_calling"):
+            assert isinstance(model.with_structured_output(Answer, method=method).invoke(QUESTION), Answer)
+    asked = [{"role": "user", "content": QUESTION}]
+    where = {"model": "openai/tiny", "api_base": url, "api_key": "any", "max_retries": 0, "temperature": 0}
+    said = litellm.completion(messages=asked, response_format=Answer, max_tokens=60, **where)
+    assert Answer.model_validate_json(said.choices[0].message.content)
+
+
+@pytest.mark.parametrize("api", ["chats", "responses"])
+def test_an_agent_that_must_call_its_tool_does(smollm2: Any, api: str) -> None:
+    """The call is enforced, and its arguments fit. No template of tools: the run ends with a result."""
+    import agents
+
+    given: list[str] = []
+
+    @agents.function_tool
+    def look_up(city: Literal["Paris", "Lyon"]) -> str:
+        """The weather in a city."""
+        given.append(city)
+        return "It rains."
+
+    kind = agents.OpenAIChatCompletionsModel if api == "chats" else agents.OpenAIResponsesModel
+    settings = agents.ModelSettings(
+        tool_choice="required", parallel_tool_calls=False, max_tokens=150, temperature=0
+    )
+
+    async def run() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{smollm2.url}/v1", api_key="any", max_retries=0) as client:
+            model = kind("tiny", openai_client=client)
+            agent = agents.Agent(
+                "a", tools=[look_up], model=model, model_settings=settings,
+                tool_use_behavior="stop_on_first_tool",
+            )  # fmt: skip
+            return await agents.Runner.run(agent, "How is the weather in Paris?")
+
+    result = asyncio.run(run())
+    assert len(given) == 1 and given[0] in ("Paris", "Lyon")
+    assert [item.type for item in result.new_items] == ["tool_call_item", "tool_call_output_item"]
+    assert result.final_output == "It rains."
 
 
 def test_an_answer_that_was_begun_goes_on(claude: anthropic.Anthropic) -> None:
