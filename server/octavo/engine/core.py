@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -207,7 +207,7 @@ class EngineCore:
         if not done.done():
             self._foretell_long(plan)
             self._scheduler.prepare()
-            wait([done])
+            done.exception()  # waits, and raises nothing
         return True
 
     def step(self) -> list[EngineOutput]:

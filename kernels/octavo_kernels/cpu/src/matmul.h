@@ -10,9 +10,5 @@ void matmul(const Matmul& a, long panel_begin, long panel_end, long row_begin, l
 // Rows of bfloat16 as float32, zero from k to out_stride.
 void widen(const bf16* x, long x_stride, long k, float* out, long out_stride, long rows);
 
-// While rows are few, the weights stream from memory: how far ahead of use they are asked for.
-constexpr long kPrefetchBytes = 2048;
-constexpr long kStreamRows = 32;
-
 }  // namespace OCTAVO_ISA
 }  // namespace octavo

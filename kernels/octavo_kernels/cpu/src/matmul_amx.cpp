@@ -11,6 +11,9 @@ namespace {
 constexpr long kTileRows = 16;
 constexpr long kTileBytes = 1024;
 constexpr long kPanelTileBytes = 2 * kTileBytes;    // both halves of a panel, 32 values of k
+// While rows are few, the weights stream from memory: how far ahead of use they are asked for.
+constexpr long kPrefetchBytes = 2048;
+constexpr long kStreamRows = 32;
 // Rows that share one pass over a panel, and tiles of k in one pass: a panel's part and its sums stay in the L1 cache.
 constexpr long kBlockRows = 256;
 constexpr long kBlockTiles = 12;
