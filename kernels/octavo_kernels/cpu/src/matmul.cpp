@@ -128,7 +128,7 @@ template <class X, class W>
 void panel_matmul(const Matmul& a, long p0, long p1, long r0, long r1) {
     const X* x = static_cast<const X*>(a.x);
     const long stride = a.x_stride, rows = r1 - r0, blocks = ceil_div(rows, kMaxRows);
-    const long passes = rows <= kWholeRows ? 1 : blocks * kPanelVecs / kHalfVecs;
+    const long passes = ceil_div(rows, blocks) <= kWholeRows ? blocks : blocks * kPanelVecs / kHalfVecs;
     const long elements = a.weight.panel_elements(), tile_lines = kTileK * kPanel * sizeof(W) / kLine;
     const W* weights = static_cast<const W*>(a.weight.data);
     const char* end = reinterpret_cast<const char*>(weights + p1 * elements);
