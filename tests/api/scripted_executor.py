@@ -23,6 +23,7 @@ FIRST_PLAIN = 4  # ids below are special
 EOS = 1
 PART = 0  # where a part of a script ends
 FAIL_ROW, DIE = 300, 301  # a prompt that starts with one of these makes its row fail, or kills the process
+REFUSE_ROW = 302  # one that starts with this has settings that leave no token
 REFUSED = "refused by the engine"  # a grammar that holds this text
 LATE = 20  # the position at which ``late_fault`` fails
 
@@ -43,7 +44,7 @@ class ScriptedExecutor:
         )
         self.asleep = set()
         self.fails_at = -1
-        self.told = {FAIL_ROW, DIE}  # the first tokens that are heeded
+        self.told = {FAIL_ROW, DIE, REFUSE_ROW}  # the first tokens that are heeded
         self._pace_s = pace_s
         self._pace = threading.Event()  # never set: waiting on it is the step's work
 
@@ -73,6 +74,8 @@ class ScriptedExecutor:
     def _row(self, row):
         if row.start == self.fails_at or self._told(row, FAIL_ROW):
             return RowResult(row.request_id, [], error="logits are NaN")
+        if self._told(row, REFUSE_ROW):
+            return RowResult(row.request_id, [], error="the grammar leaves no token to draw", refused=True)
         if self._told(row, DIE):
             os.kill(os.getpid(), signal.SIGKILL)
         scores = self._prompt_scores(row)

@@ -43,6 +43,7 @@ WRONG = [
     ("stream_options", {"include_usage": True}), ("return_token_ids", 1), ("request_id", 7),
     ("presence_penalty", 2.1), ("presence_penalty", "x"), ("frequency_penalty", -2.1),
     ("frequency_penalty", True), ("repetition_penalty", 0), ("repetition_penalty", "x"),
+    ("repetition_penalty", 10**400),
     ("min_p", 1.1), ("min_p", -0.1), ("min_tokens", -1), ("min_tokens", 1.5), ("min_tokens", 10**6),
     ("logit_bias", [1]), ("logit_bias", {"a": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"5": "x"}),
     ("logit_bias", {"384": 1}), ("logit_bias", {"5": True}),
@@ -54,7 +55,7 @@ WRONG = [
     ("truncate_prompt_tokens", "x"),
     ("priority", "high"), ("priority", 2**31), ("priority", 0.5),
     ("timeout_s", 0), ("timeout_s", -1), ("timeout_s", "x"), ("timeout_s", 10**9),
-    ("use_beam_search", "x"), ("length_penalty", 2), ("length_penalty", "x"), ("early_stopping", True),
+    ("use_beam_search", "x"), ("length_penalty", 2), ("length_penalty", "x"), ("length_penalty", 1e308), ("early_stopping", True),
     ("structured_outputs", []), ("structured_outputs", {}),
     ("structured_outputs", {"regex": "a", "choice": ["b"]}), ("structured_outputs", {"regex": 3}),
     ("structured_outputs", {"choice": []}), ("structured_outputs", {"choice": [1]}),
@@ -165,7 +166,11 @@ def test_a_pattern_that_cannot_be_held_to_is_named(fast: Any) -> None:
 def test_a_grammar_that_the_engine_refuses_is_a_bad_request(fast: Any) -> None:
     body = {**COMPLETION, "structured_outputs": {"choice": ["refused by the engine"]}}
     assert "too many states" in error_of(fast.post("/v1/completions", body), 400)["message"]
-    assert error_of(fast.post("/v1/completions", {**body, "stream": True}), 400)["param"] == "grammar"
+    error = error_of(fast.post("/v1/completions", {**body, "stream": True}), 400)
+    assert error["param"] == "structured_outputs" and "structured_outputs" in error["message"]
+    form = {"type": "json_schema", "json_schema": {"schema": {"const": "refused by the engine"}}}
+    error = error_of(fast.post("/v1/chat/completions", {**CHAT, "response_format": form}), 400)
+    assert error["param"] == "response_format"
 
 
 @pytest.mark.parametrize(
@@ -360,6 +365,14 @@ def test_a_fault_of_one_row_ends_that_request_alone(fast: Any) -> None:
     assert fast.metric("octavo:internal_errors_total") == before + 2
     assert fast.metric("vllm:request_success_total", finished_reason="error") >= 2
     assert fast.post("/v1/completions", COMPLETION).status_code == 200
+
+
+def test_settings_that_leave_no_token_are_a_bad_request_and_no_fault(fast: Any) -> None:
+    before = fast.metric("octavo:internal_errors_total"), fast.metric("octavo:row_faults_total")
+    error = error_of(fast.post("/v1/completions", {**COMPLETION, "prompt": [302, 5]}), 400)
+    assert error["code"] == "invalid_value" and "no token to draw" in error["message"]
+    assert fast.post("/v1/completions", COMPLETION).status_code == 200
+    assert (fast.metric("octavo:internal_errors_total"), fast.metric("octavo:row_faults_total")) == before
 
 
 ROUTES = [

@@ -354,6 +354,7 @@ def test_the_form_of_the_text_is_held_to(serve: Any) -> None:
         answer = running.post("/v1/responses", {"model": "tiny", "input": "x", "text": {"format": form}})
         assert answer.status_code == 400
         assert "too many states" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] == "text.format"
 
 
 def test_the_least_recently_used_responses_make_room() -> None:

@@ -17,8 +17,8 @@ WRONG = [
     ("top_p", [0, 1.1, math.nan]), ("top_k", [-2, 2**31, 0.5]), ("min_p", [-0.1, 1.1, None]),
     ("seed", [2**63, 1.5]), ("max_tokens", [0, -1]), ("min_tokens", [-1, None, 17]),
     ("presence_penalty", [2.1, -2.1, math.inf]), ("frequency_penalty", [2.1, -2.1, "0"]),
-    ("repetition_penalty", [0, -1, math.inf, math.nan]), ("logprobs", [-1, 1.5, True]),
-    ("prompt_logprobs", [-1, True]), ("length_penalty", [math.inf, 2.0]), ("early_stopping", [1, True]),
+    ("repetition_penalty", [0, -1, math.inf, math.nan, 10**400]), ("logprobs", [-1, 1.5, True]),
+    ("prompt_logprobs", [-1, True]), ("length_penalty", [math.inf, 2.0, 1e308]), ("early_stopping", [1, True]),
     ("stop", [["a", ""], [1], 3]), ("stop_token_ids", [[-1], ["a"], [True], 3, [2**31]]),
     ("allowed_token_ids", [[-1], 3]), ("bad_words", [[""], "x", ["x"] * 257]),
     ("bad_words_token_ids", [[[]], [3], [[-1]]]),
@@ -33,6 +33,17 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=name) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name
+
+
+@pytest.mark.parametrize("penalty", [-10.5, 10.5, 1e308, -1e308, math.nan])
+def test_a_length_penalty_is_one_that_scores_can_bear(penalty: float) -> None:
+    with pytest.raises(InvalidRequest, match="length_penalty is .*between -10 and 10"):
+        SamplingParams(use_beam_search=True, length_penalty=penalty)
+
+
+def test_a_large_whole_number_goes_to_the_engine_as_a_number() -> None:
+    params = SamplingParams(repetition_penalty=10**30)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
 
 
 def test_lists_become_tuples_and_biases_are_cut() -> None:

@@ -43,6 +43,12 @@ def test_the_repetition_penalty_is_transformers_over_prompt_and_output(row, pena
     assert changed(row, rules(repetition_penalty=penalty)).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("penalty", [5e-324, 1e-40, 1e40, 1.7e308])
+def test_no_repetition_penalty_makes_a_logit_infinite(row, penalty) -> None:
+    row[PROMPT[0]] = 0.0
+    assert np.isfinite(changed(row, rules(repetition_penalty=penalty))).all()
+
+
 def test_bad_words_are_transformers_of_one_token_and_of_several(row) -> None:
     words = [[5], [7, 12, 20], [12, 21], [9, 12, 22], [12], [4, 9, 7, 9, 7, 12, 23]]
     expected = processed(row, theirs.NoBadWordsLogitsProcessor(words))
@@ -164,6 +170,7 @@ def test_a_row_whose_rules_leave_nothing_fails_alone() -> None:
     ruled = SampleSpec(0.0, 0, 1.0, 0, 0, position, rules=none_left)
     draws = Sampler(RuleBook(1)).sample(logits, [ruled, plain], [Past("a", PROMPT), None])
     assert draws[0].error is not None and "leave no token" in draws[0].error
+    assert draws[0].refused
     assert draws[1].error is None
 
 

@@ -7,6 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.core.outputs import EngineOutput
 from octavo.errors import InvalidRequest, OctavoError, error_body
 
 
@@ -52,6 +53,13 @@ class UnsupportedMediaType(OctavoError):
 
 class InternalFault(OctavoError):
     """A fault of ours. It ends this request alone, and is counted."""
+
+
+def error_of(output: EngineOutput) -> OctavoError:
+    """Why an output ended with the reason "error"."""
+    if output.refused:
+        return InvalidRequest(f"the answer cannot go on: {output.error}")
+    return InternalFault(f"the engine failed on this request: {output.error}")
 
 
 def error_response(error: OctavoError, path: str, headers: dict[str, str] | None = None) -> Response:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from octavo.api.errors import InternalFault
+from octavo.api.errors import error_of
 from octavo.api.metrics import Metrics
 from octavo.core.admission import check_deadline, check_queue
 from octavo.core.outputs import EngineOutput, EngineRequest, FinishReason, RequestTimes
@@ -196,8 +196,8 @@ class Generation:
         )
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """What is new, until every choice has ended. Raises ``InternalFault`` or ``Unavailable`` when one
-        failed.
+        """What is new, until every choice has ended. Raises ``InternalFault``, ``InvalidRequest`` (its
+        settings contradict each other) or ``Unavailable`` when one failed.
         """
         assert self._stream is not None
         left = len(self._sequences)
@@ -234,8 +234,9 @@ class Generation:
         if output.finish_reason == "error":
             sequence.finish_reason = "error"
             self._metrics.finished("error")
-            self._metrics.internal_errors.inc()
-            raise InternalFault(f"the engine failed on this request: {output.error}")
+            if not output.refused:
+                self._metrics.internal_errors.inc()
+            raise error_of(output)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs[sequence.choices[0] // self.sampling.n] = output.prompt_logprobs
         now = time.time()

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.api.body import parse_object, read_body
-from octavo.api.errors import InternalFault
+from octavo.api.errors import error_of
 from octavo.api.fields import Fields, wrong
 from octavo.api.generation import ANSWER_WITHIN_S
 from octavo.api.probes import READ, json_response
@@ -209,7 +209,7 @@ async def _events(stream: OutputStream, first: asyncio.Future[EngineOutput]) -> 
 
 def _shown(output: EngineOutput) -> dict[str, Any]:
     if output.finish_reason == "error":
-        raise InternalFault(f"the engine failed on this request: {output.error}")
+        raise error_of(output)
     fields = (
         "token_ids", "logprobs", "prompt_logprobs", "num_cached_tokens", "finish_reason", "stop_reason",
     )  # fmt: skip

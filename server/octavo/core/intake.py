@@ -36,7 +36,7 @@ class Intake:
         request.pending = 0
         group.open_ended = False
         if drawn.error is not None or len(drawn.token_ids) < len(takers):
-            return self.fail(planned, drawn.error or "the step drew no token")
+            return self.fail(planned, drawn.error or "the step drew no token", refused=drawn.refused)
         if drawn.prompt_logprobs is not None:
             group.keep_prompt_logprobs(start, drawn.prompt_logprobs)
         if not takers:
@@ -51,10 +51,12 @@ class Intake:
             self._take_drafts(planned, drawn, self._speculation)
         return (self._take(request, drawn.token_ids, drawn.logprobs, now),)
 
-    def fail(self, planned: Planned, error: str) -> list[EngineOutput]:
+    def fail(self, planned: Planned, error: str, *, refused: bool = False) -> list[EngineOutput]:
         """End those that a row was computed for: its sequence, or all that wait for a shared prompt."""
         return [
-            self._roster.finish(one, [], "error", error=error) for one in planned.owners if not one.finished
+            self._roster.finish(one, [], "error", error=error, refused=refused)
+            for one in planned.owners
+            if not one.finished
         ]
 
     def _take_samples(

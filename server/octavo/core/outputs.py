@@ -63,7 +63,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New tokens of one request. Each request ends with exactly one output whose ``finish_reason`` is set.
 
     ``stop_reason`` is the stop token's id when it was not the model's end of sequence; "timeout" with the
-    reason "abort" says that the deadline is past. ``num_cached_tokens`` is how many prompt tokens the prefix
+    reason "abort" says that the deadline is past. With the reason "error" ``refused`` says that the request's
+    own settings led to it, else it is a fault. ``num_cached_tokens`` is how many prompt tokens the prefix
     cache held when the request was first scheduled. ``prompt_logprobs``, for the first sample and once, has
     an entry for each prompt token but the first. ``cumulative_logprob`` is a beam's.
     """
@@ -75,6 +76,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    refused: bool = False
     times: RequestTimes | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None

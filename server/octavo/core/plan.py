@@ -129,13 +129,14 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     ``token_ids``: one for each of its samples, or with drafts the accepted ones and one more; ``logprobs``
     likewise, where asked for. ``prompt_logprobs``: one for each of the row's tokens whose successor is in the
     prompt. ``drafts``: what a draft model proposes to follow. ``error`` is set when this row alone failed
-    (for instance NaN logits).
+    (for instance NaN logits); ``refused``: by its request's own settings.
     """
 
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    refused: bool = False
     prompt_logprobs: list[TokenLogprobs] | None = None
     drafts: list[int] = []
 

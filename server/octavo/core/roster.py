@@ -49,6 +49,7 @@ class Roster:
         logprobs: list[TokenLogprobs] | None = None,
         stop_reason: int | str | None = None,
         error: str | None = None,
+        refused: bool = False,
         prompt_logprobs: list[TokenLogprobs] | None = None,
         cumulative_logprob: float | None = None,
     ) -> EngineOutput:
@@ -74,6 +75,7 @@ class Roster:
             finish_reason=reason,
             stop_reason=stop_reason,
             error=error,
+            refused=refused,
             times=request.times(self._clock()),
             prompt_logprobs=prompt_logprobs,
             cumulative_logprob=cumulative_logprob,

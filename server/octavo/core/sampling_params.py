@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from octavo.errors import InvalidRequest
 MAX_N = 128  # samples of one prompt
 MAX_BIAS = 100.0  # a larger logit bias, of either sign, is cut to it, as OpenAI's
 MAX_BAD_WORDS = 256  # each is compared with the last tokens at every step
+MAX_FLOAT = sys.float_info.max
 MAX_TOKEN_ID = 2**31 - 1  # larger ones are no model's; the engine knows this one's
 
 
@@ -106,6 +108,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             types = (int,) if kind == "a whole number" else (int, float)
             _check(name, value, isinstance(value, types) and not isinstance(value, bool), kind)
             _check(name, value, holds(value), allowed)
+            if kind == _NUMBER:  # a whole number may be too large to go to the engine as one
+                _set(self, name, float(value))
         for name in _FLAGS:
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         for name in ("stop", "bad_words"):
@@ -193,11 +197,11 @@ _RANGES: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
     "min_p": (_NUMBER, "between 0 and 1", lambda p: 0 <= p <= 1),
     "presence_penalty": (_NUMBER, "between -2 and 2", lambda p: -2 <= p <= 2),
     "frequency_penalty": (_NUMBER, "between -2 and 2", lambda p: -2 <= p <= 2),
-    "repetition_penalty": (_NUMBER, "above 0", lambda p: 0 < p < math.inf),
+    "repetition_penalty": (_NUMBER, "above 0", lambda p: 0 < p <= MAX_FLOAT),
     "min_tokens": (_WHOLE, "at least 0", lambda n: n >= 0),
     "logprobs": (_WHOLE, "at least 0", lambda k: k >= 0),
     "prompt_logprobs": (_WHOLE, "at least 0", lambda k: k >= 0),
-    "length_penalty": (_NUMBER, "a finite number", math.isfinite),
+    "length_penalty": (_NUMBER, "between -10 and 10", lambda p: -10 <= p <= 10),
 }
 _NO_BEAMS: dict[str, Any] = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,

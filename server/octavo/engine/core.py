@@ -275,7 +275,7 @@ class EngineCore:
 
     def _update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
         outputs = self._scheduler.update(plan, result)
-        self._row_faults += sum(output.finish_reason == "error" for output in outputs)
+        self._row_faults += sum(one.finish_reason == "error" and not one.refused for one in outputs)
         return outputs
 
     def _foretell_long(self, plan: StepPlan) -> None:

@@ -19,6 +19,7 @@ from octavo.core.plan import LogitRules
 Row: TypeAlias = NDArray[np.float32]
 
 _BANNED = np.float32(-np.inf)
+_MAX_REPETITION = 1e30  # as a factor or a divisor it leaves every logit finite
 
 
 class Past(NamedTuple):
@@ -89,7 +90,8 @@ class _Counts:
         ids, output = self._ids[:distinct], self._output[:distinct]
         values = row[ids]
         if rules.repetition_penalty != 1.0:
-            repetition = np.float32(rules.repetition_penalty)
+            penalty = min(max(rules.repetition_penalty, 1 / _MAX_REPETITION), _MAX_REPETITION)
+            repetition = np.float32(penalty)
             values = np.where(values > 0, values / repetition, values * repetition)
         values -= np.float32(rules.frequency_penalty) * output
         values -= np.float32(rules.presence_penalty) * (output > 0)

@@ -31,11 +31,14 @@ _PART = 64  # tokens summed together before the cumulative sum
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Draw:
-    """What one row gave: a token, with its log probabilities if asked for, or an error."""
+    """What one row gave: a token, with its log probabilities if asked for, or an error; ``refused``: one that
+    the request's own settings lead to.
+    """
 
     token: int
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    refused: bool = False
 
 
 class Sampler:
@@ -77,7 +80,7 @@ class Sampler:
         draws = []
         for i, spec in enumerate(specs):
             if (error := errors[i]) is not None:
-                draws.append(Draw(token=-1, error=error))
+                draws.append(Draw(token=-1, error=error, refused=error == NO_TOKEN_LEFT))
                 continue
             token = _draw(changed[i], peaks[i], spec, numbers[i]) if i in numbers else best[i]
             logprobs = None if spec.logprobs is None else token_logprobs(rows[i], token, spec.logprobs)

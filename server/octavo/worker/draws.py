@@ -88,7 +88,7 @@ def row_result(row: Row, draws: Sequence[Draw], scores: Sequence[Draw] | None = 
         draws = draws[: 1 + accepted(row.drafts, draws)]
     for draw in (*draws, *(scores or ())):
         if draw.error is not None:
-            return RowResult(row.request_id, [], error=draw.error)
+            return RowResult(row.request_id, [], error=draw.error, refused=draw.refused)
     return RowResult(
         row.request_id,
         [draw.token for draw in draws],
