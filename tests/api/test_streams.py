@@ -42,6 +42,13 @@ def heavy_schema() -> dict[str, Any]:
     return {"$ref": "#/$defs/d7", "$defs": defs}
 
 
+def test_no_character_of_an_event_ends_a_line_for_any_client() -> None:
+    said = {"text": "a\x85b\u2028c\u2029d\x1ee\r\nf"}
+    lines = sse.event(said).decode().splitlines()
+    assert len(lines) == 2 and lines[1] == ""
+    assert json.loads(lines[0].removeprefix("data: ")) == said
+
+
 def test_events_are_framed_and_the_first_chat_delta_has_the_role(fast: Any) -> None:
     body = {"model": "tiny", "messages": CHAT, "max_tokens": 5, "stream": True, "n": 2, "seed": 1}
     answer = fast.post("/v1/chat/completions", body)

@@ -4,6 +4,7 @@ named.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -11,6 +12,9 @@ from starlette.requests import Request
 
 from octavo.api.errors import BodyTooLarge, UnsupportedMediaType
 from octavo.errors import InvalidRequest
+
+# half of a pair: of it msgspec says only that the data end there, or are malformed
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 
 async def read_body(request: Request) -> bytes:
@@ -54,7 +58,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
+        why = "half of a \\ud800-\\udfff pair is no character" if _HALF_PAIR.search(body) else error
+        raise InvalidRequest(f"the body is not valid JSON: {why}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object", code="invalid_json")
     return value

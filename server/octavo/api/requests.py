@@ -76,6 +76,7 @@ class ParsedRequest:
         self.include_reasoning = fields.flag("include_reasoning", True)
         self.functions = chat and body.get("functions") not in (None, [])  # the older form of tools
         self.reading: OutputReading | None = None
+        self._formed_by = "tools"  # the field that the grammar comes from
         self.prompts = self._prompts()
 
     def _deadline(self) -> float | None:
@@ -113,6 +114,8 @@ class ParsedRequest:
     async def compile(self, request: Request) -> None:
         """Make the grammar of the form that is asked for, if any. ``ClientGone`` when the client leaves."""
         forms, where = structured_outputs(self.fields)
+        if forms is not None:
+            self._formed_by = where
         try:
             lark = self.reading.grammar(answer=forms is not None) if self.reading is not None else None
             if forms is not None or lark is not None:
@@ -186,6 +189,9 @@ class ParsedRequest:
 
     def as_asked(self, error: InvalidRequest) -> InvalidRequest:
         """What the engine says of a setting, said of the field that the client sent."""
+        if error.param == "grammar":
+            message = f"{self._formed_by}: {error.message}"
+            return type(error)(message, param=self._formed_by.partition(".")[0], code=error.code)
         names = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
         name = names.get(error.param or "")
         if error.param is None or name is None or not self.chat or self.fields.body.get(name) is None:

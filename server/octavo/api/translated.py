@@ -62,12 +62,15 @@ class Translated:
         return parsed
 
     @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
-        """What is wrong with the chat is raised as what is wrong with the body."""
+    def named(self, parsed: ParsedRequest | None = None) -> Iterator[None]:
+        """What is wrong with the chat, or with what the engine was given of it, is raised as what is wrong
+        with the body.
+        """
         try:
             yield
         except InvalidRequest as error:
-            raise self.dialect.as_asked(error) from error
+            asked = error if parsed is None else parsed.as_asked(error)
+            raise self.dialect.as_asked(asked) from error
 
 
 async def read_request(service: Service, request: Request, dialect: Dialect) -> Translated:
@@ -91,7 +94,7 @@ async def respond(
     generation = request.state.generation = parsed.generation()
 
     async def begin() -> Response:
-        with asked.named():
+        with asked.named(parsed):
             if parsed.stream:
                 await unless_gone(request, generation.start(answer_first=True))
                 events = _events(generation, answer, "x-octavo-router" in request.headers, done)

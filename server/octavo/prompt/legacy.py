@@ -23,7 +23,10 @@ def with_tools(body: dict[str, Any]) -> dict[str, Any]:
         if body.get(name) is not None:
             message = f"functions and {name} are both given: functions is the older form of tools, choose one"
             raise InvalidRequest(message, param="functions")
-    tools = [{"type": "function", "function": one} for one in objects(functions or [], "functions")]
+    tools = [
+        {"type": "function", "function": one}
+        for one in objects([] if functions is None else functions, "functions")
+    ]
     choice = call
     if isinstance(call, dict):
         choice = {"type": "function", "function": call}

@@ -205,7 +205,7 @@ def _reasoning(value: Any) -> dict[str, Any]:
 
 
 def _logprobs(body: dict[str, Any]) -> dict[str, Any]:
-    include = body.get("include") or []
+    include = [] if body.get("include") is None else body["include"]
     if not isinstance(include, list):
         raise wrong("include", include, "a list")
     for index, one in enumerate(include):

@@ -23,6 +23,7 @@ from octavo.sampling.rules import RuleFault
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+_NO_FIRST_TOKEN = "NoExtensionBias"  # llguidance's name for it
 KEPT = 64  # grammars whose built form is kept
 
 
@@ -143,6 +144,8 @@ class Grammars:
             fault = matcher.get_error()
         except BaseException as error:  # native code's panics too: they are this grammar's, not the engine's
             fault = str(error)
+        if fault.startswith(_NO_FIRST_TOKEN):
+            fault = "no token can begin what it describes"
         if fault:
             raise InvalidRequest(f"the grammar cannot be used: {fault}", param="grammar")
         return matcher
