@@ -323,6 +323,7 @@ def test_requests_are_counted_as_those_of_chats(fast: Any) -> None:
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"max_output_tokens": 9999}, 400, "max_output_tokens"),
         ({"include": ["reasoning.encrypted_content"]}, 400, "include[0]"),
+        ({"include": False}, 400, "include"),
         ({"top_logprobs": 3}, 400, "top_logprobs"),
         ({"reasoning": {"effort": "huge"}}, 400, "reasoning.effort"),
         ({"reasoning": {"summary": "detailed"}}, 400, "reasoning.summary"),

@@ -179,6 +179,8 @@ def test_a_wrong_function_is_named_as_it_was_sent(reciting: Any) -> None:
         ({"functions": [{**bad, "strict": True}]}, "functions[0]"),
         ({"functions": [bad], "function_call": {"name": "f"}}, "functions"),
         ({"functions": FUNCTIONS, "tools": TOOLS}, "functions"),
+        ({"functions": {}}, "functions"),
+        ({"functions": False}, "functions"),
     ):
         answer = reciting.post("/v1/chat/completions", ask(reciting, "x", **fields))
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
