@@ -8,6 +8,7 @@ import importlib.util
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,19 @@ def test_sleep_can_wait_for_the_requests_that_run(paced: Any) -> None:
     sleeper.join(30)
     assert answers[0].json()["state"] == "sleeping" and asleep(paced)
     assert admin(paced, "/wake_up").json()["state"] == "ready"
+
+
+def test_orders_that_cross_leave_one_state(fast: Any) -> None:
+    orders = ["/sleep", "/wake_up", "/sleep?level=2", "/pause", "/wake_up", "/resume", "/sleep?mode=wait"]
+    for _ in range(8):
+        with ThreadPoolExecutor(len(orders)) as threads:
+            statuses = {one.status_code for one in threads.map(lambda path: admin(fast, path), orders)}
+        assert statuses <= {200, 503}
+        state = fast.http.get(fast.private_url + "/server_info").json()["state"]
+        assert asleep(fast) == (state == "sleeping")
+        admin(fast, "/wake_up")
+        assert admin(fast, "/resume").json()["state"] == "ready"
+        assert fast.post("/v1/completions", SHORT).status_code == 200
 
 
 def test_the_parts_of_the_memory_can_be_woken_one_by_one(fast: Any) -> None:

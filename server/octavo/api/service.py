@@ -70,6 +70,7 @@ class Service:
         self.draining = False  # from the first moment of a drain
         self.refusing = False  # after its grace
         self.started = False  # became ready once
+        self._deciding = asyncio.Lock()  # one order of an administrator after the other
         self.ordering = asyncio.Lock()  # of what the first process tells the others
         self.peers.answers |= {
             "metrics": self._told_metrics,
@@ -174,27 +175,32 @@ class Service:
 
     async def pause(self, *, abort: bool) -> None:
         """Begin no step, take no request; with ``abort`` end those that are there."""
-        self.engine.stand(paused=True)
-        await self._tell_standing(abort)
-        await self.engine.pause(abort=abort)
+        async with self._deciding:
+            self.engine.stand(paused=True)
+            await self._tell_standing(abort)
+            await self.engine.pause(abort=abort)
 
     async def resume(self) -> None:
-        await self.engine.resume()
-        await self._tell_standing()
+        async with self._deciding:
+            await self.engine.resume()
+            await self._tell_standing()
 
     async def sleep(self, level: int, *, wait: bool) -> None:
         """Give back memory; requests are ended, or come to their ends first with ``wait``."""
-        self.engine.stand(sleeping=True)
-        await self._tell_standing()
+        async with self._deciding:
+            self.engine.stand(sleeping=True)
+            await self._tell_standing()
         if wait:
             await asyncio.gather(self.engine.rest(), self.peers.tell_others("rest", within_s=None))
-        if self.engine.standing.sleeping:  # nobody has woken it meanwhile
-            await self.engine.sleep(level)
-            await self._tell_standing()
+        async with self._deciding:
+            if self.engine.standing.sleeping:  # nobody has woken it meanwhile
+                await self.engine.sleep(level)
+                await self._tell_standing()
 
     async def wake_up(self, tags: Sequence[str]) -> None:
-        await self.engine.wake_up(tags)
-        await self._tell_standing()
+        async with self._deciding:
+            await self.engine.wake_up(tags)
+            await self._tell_standing()
 
     async def _tell_standing(self, abort: bool = False) -> None:
         async with self.ordering:
