@@ -23,7 +23,7 @@ FIRST_PLAIN = 4  # ids below are special
 EOS = 1
 PART = 0  # where a part of a script ends
 FAIL_ROW, DIE = 300, 301  # a prompt that starts with one of these makes its row fail, or kills the process
-REFUSE_ROW = 302  # one that starts with this has settings that leave no token
+REFUSE_ROW = 303  # one that starts with this has settings that leave no token
 REFUSED = "refused by the engine"  # a grammar that holds this text
 LATE = 20  # the position at which ``late_fault`` fails
 

@@ -221,11 +221,13 @@ def test_tokenize_and_detokenize_are_each_others_inverse(fast: Any) -> None:
 
 def test_a_clients_request_id_comes_back(fast: Any) -> None:
     answer = fast.post("/v1/completions", {"model": "tiny", "prompt": "x"}, headers={"X-Request-Id": "abc-1"})
-    assert answer.headers["x-request-id"] == "abc-1"
+    assert answer.headers["x-request-id"] == "abc-1" and answer.json()["id"] == "cmpl-abc-1"
     assert answer.json()["id"] == "cmpl-abc-1"
     assert len(fast.get("/version").headers["x-request-id"]) == 32
     strange = fast.get("/version", headers={"X-Request-Id": "a" * 500})
     assert len(strange.headers["x-request-id"]) == 32
+    odd = fast.post("/v1/completions", {"model": "tiny", "prompt": "x"}, headers={"X-Request-Id": "a" * 500})
+    assert odd.json()["id"] == "cmpl-" + odd.headers["x-request-id"]
 
 
 def test_every_answer_tells_the_load(fast: Any) -> None:

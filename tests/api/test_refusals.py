@@ -40,7 +40,8 @@ WRONG = [
     ("stop_token_ids", [384 + 10]), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]),
     ("stop_token_ids", 3),
     ("ignore_eos", "yes"), ("stream", "yes"), ("skip_special_tokens", 1), ("cache_salt", 5),
-    ("stream_options", {"include_usage": True}), ("return_token_ids", 1), ("request_id", 7),
+    ("stream_options", {"include_usage": True}), ("return_token_ids", 1),
+    ("request_id", 7), ("request_id", "x" * 129),
     ("presence_penalty", 2.1), ("presence_penalty", "x"), ("frequency_penalty", -2.1),
     ("frequency_penalty", True), ("repetition_penalty", 0), ("repetition_penalty", "x"),
     ("repetition_penalty", 10**400),
@@ -375,7 +376,7 @@ def test_a_fault_of_one_row_ends_that_request_alone(fast: Any) -> None:
 
 def test_settings_that_leave_no_token_are_a_bad_request_and_no_fault(fast: Any) -> None:
     before = fast.metric("octavo:internal_errors_total"), fast.metric("octavo:row_faults_total")
-    error = error_of(fast.post("/v1/completions", {**COMPLETION, "prompt": [302, 5]}), 400)
+    error = error_of(fast.post("/v1/completions", {**COMPLETION, "prompt": [303, 5]}), 400)
     assert error["code"] == "invalid_value" and "no token to draw" in error["message"]
     assert fast.post("/v1/completions", COMPLETION).status_code == 200
     assert (fast.metric("octavo:internal_errors_total"), fast.metric("octavo:row_faults_total")) == before

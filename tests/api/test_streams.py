@@ -168,13 +168,18 @@ def test_a_client_that_leaves_while_it_waits_frees_its_place(serve: Any) -> None
         running.until(running.idle, "the stream still runs")
 
 
-def test_a_client_that_leaves_in_mid_body_disturbs_nobody(fast: Any) -> None:
-    before = fast.metric("octavo:internal_errors_total")
+def test_a_client_that_leaves_in_mid_body_disturbs_nobody_and_is_counted_as_gone(fast: Any) -> None:
+    def answered(status: str) -> float:
+        count: float = fast.metric("octavo:http_requests_total", status=status)
+        return count
+
+    before, gone, failed = fast.metric("octavo:internal_errors_total"), answered("499"), answered("500")
     with socket.create_connection(("127.0.0.1", fast.server.port)) as connection:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
         connection.sendall(head)
     assert fast.post("/v1/completions", {"model": "tiny", "prompt": "x"}).status_code == 200
-    assert fast.metric("octavo:internal_errors_total") == before
+    fast.until(lambda: answered("499") == gone + 1, "it was not counted")
+    assert (fast.metric("octavo:internal_errors_total"), answered("500")) == (before, failed)
 
 
 def test_a_waiting_stream_gets_its_headers_and_role_before_its_first_token(serve: Any) -> None:
@@ -354,6 +359,27 @@ c.main()"""
             lambda: running.metric("octavo:http_requests_total", status="499") == 1, "it was not told"
         )
         assert running.idle() and running.server.service.engine.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        b"GET /health HTTP/1.1\r\nX: ",
+        b"GET /",
+        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX: ",
+    ],
+    ids=["header", "path", "trailer"],
+)
+def test_a_head_without_end_is_not_kept(fast: Any, endless: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", fast.server.port)) as connection:
+        connection.settimeout(30)
+        connection.sendall(endless)
+        sent = 0
+        with contextlib.suppress(ConnectionError):  # closed while we write
+            while sent < 64 << 20:
+                sent += connection.send(b"a" * 65536)
+    assert sent < 64 << 20
+    assert fast.get("/health").status_code == 200
 
 
 def test_what_is_not_http_is_told_so_in_the_envelope(fast: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from octavo import __version__
@@ -75,7 +76,8 @@ def _app(service: Service) -> FastAPI:
     app = FastAPI(title="Octavo", version=__version__, openapi_url=None, redirect_slashes=False)
     app.state.max_request_body = service.config.max_request_body
     app.add_exception_handler(OctavoError, on_octavo_error)
-    app.add_exception_handler(ClientGone, on_client_gone)
+    for gone in (ClientGone, ClientDisconnect):  # before its answer, or amid its body
+        app.add_exception_handler(gone, on_client_gone)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_fault)
     return app

@@ -9,7 +9,6 @@ import time
 import uuid
 
 import msgspec
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.api.errors import InternalFault, Unauthorized, error_response
@@ -77,8 +76,6 @@ class Edge:
             await self.app(scope, receive, answer)
         except Unauthorized as error:
             await error_response(error, scope["path"])(scope, receive, answer)
-        except ClientDisconnect:
-            _log.debug("the client of request %s left before its body was read", request_id)
         except Exception:
             self._service.metrics.internal_errors.inc()
             _log.exception("%s %s failed (request %s)", scope["method"], scope["path"], request_id)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -65,7 +64,7 @@ async def _complete(
     service: Service, request: Request, *, chat: bool, kind: Callable[[ParsedRequest, str, int], Answer]
 ) -> Any:
     parsed = await parse_request(service, request, chat)
-    name = parsed.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
+    name = parsed.request_id or request.state.request_id
     answer = kind(parsed, name, int(time.time()))
     generation = request.state.generation = parsed.generation()
     answer.prompt_logprobs = generation.prompt_logprobs

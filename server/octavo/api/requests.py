@@ -31,6 +31,7 @@ OFF_LOOP_BYTES = (
 )
 LONGEST_CUT = 2**17  # tokens of a prompt that is to be truncated; of more not even the end is tokenised
 LONGEST_TIMEOUT_S = 86_400
+LONGEST_REQUEST_ID = 128  # characters; every event of a stream repeats it
 MAX_LOGGED_BYTES = 4096  # of a body, with enable-log-requests
 T = TypeVar("T")
 _log = logging.getLogger("octavo.api")
@@ -55,6 +56,8 @@ class ParsedRequest:
         self.include_usage, self.continuous_usage = self._stream_options()
         self.cache_salt = fields.text("cache_salt")
         self.request_id = fields.text("request_id")
+        if len(self.request_id or "") > LONGEST_REQUEST_ID:
+            raise wrong("request_id", self.request_id, f"of at most {LONGEST_REQUEST_ID} characters")
         self.return_token_ids = fields.flag("return_token_ids", False)
         self.tokens_as_ids = fields.flag(
             "return_tokens_as_token_ids", service.config.return_tokens_as_token_ids
