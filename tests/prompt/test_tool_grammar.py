@@ -14,11 +14,13 @@ import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from octavo.core.sampling_params import StructuredOutputs
 from octavo.errors import InvalidRequest
 from octavo.prompt.tools.definitions import Tool, parse_tool_choice, parse_tools
 from octavo.prompt.tools.formats import REASONING_FORMATS, TOOL_FORMATS
 from octavo.prompt.tools.grammar import Unsupported, reasoning_first, tool_grammar, with_answer
 from octavo.prompt.tools.parser import CallArguments, CallStart, Content, OutputParser
+from octavo.sampling.grammar_compiler import GrammarCompiler
 
 WEATHER = {
     "type": "object",
@@ -176,6 +178,26 @@ def test_a_form_of_the_answer_holds_after_the_reasoning(opened: bool | None, tex
     grammar = reasoning_first(alone, REASONING_FORMATS["qwen3"], opened, MARKERS)
     assert accepts(grammar, text)
     assert not accepts(grammar, text.replace("1", "x"))
+
+
+@pytest.mark.parametrize(("form", "good", "bad"), [
+    ({"regex": "[a-c]{2}(foo|bar)*"}, "abfoo", "a"), ({"choice": ["yes", "no"]}, "yes", "maybe"),
+    ({"grammar": 'root ::= "a" ("," b)*\nb ::= "b"'}, "a,b", "b"), ({"json_object": True}, "{}", "[]"),
+    ({"json": {"type": "boolean"}}, "true", "1"),
+])  # fmt: skip
+def test_every_form_holds_after_reasoning_and_in_place_of_calls(
+    form: dict[str, Any], good: str, bad: str
+) -> None:
+    compiler = GrammarCompiler()
+    try:
+        answer = compiler.compile(StructuredOutputs(**form))
+    finally:
+        compiler.close()
+    after = reasoning_first(answer, REASONING_FORMATS["qwen3"], True, MARKERS)
+    assert accepts(after, f"so </think>{good}") and not accepts(after, f"so </think>{bad}")
+    options = {"required": False, "parallel": True, "markers": MARKERS, "answer": True}
+    instead = with_answer(tool_grammar(TOOL_FORMATS["hermes"], TOOLS, **options), answer)
+    assert accepts(instead, good) and not accepts(instead, bad)
 
 
 def test_an_answer_of_a_given_form_may_come_in_place_of_calls() -> None:

@@ -72,8 +72,10 @@ def tool_grammar(
 
 
 def with_answer(lark: str, answer: str) -> str:
-    """A grammar that refers to ``@answer``, and ``answer`` in llguidance's own form, as one."""
-    inner = json.loads(answer)["grammars"]
+    """A grammar that refers to ``@answer``, and ``answer`` in llguidance's own form (a Lark, or grammars as
+    JSON), as one.
+    """
+    inner = json.loads(answer)["grammars"] if answer.startswith("{") else [{"lark_grammar": answer}]
     return json.dumps({"grammars": [{"lark_grammar": lark}, {**inner[0], "name": "answer"}, *inner[1:]]})
 
 
