@@ -257,3 +257,21 @@ def test_markers_that_are_special_tokens_are_read_and_not_shown(
         for read in (whole, streamed):
             assert said(read(running, text, tools=TOOLS)) == ("so", "hm", [("f", '{"id": 42}')], "tool_calls")
             assert said(read(running, "a [TOOL_CALLS] b")) == ("a  b", "", [], "stop")
+
+
+def test_a_form_that_looks_like_a_call_is_refused_as_the_field_that_asked_for_it(serve: Any) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
+    forms = {"structured_outputs": {"regex": "a+"}, "response_format": {"type": "json_object"}}
+    with serve("fast", tool_call_parser="llama3_json") as running:
+        for name, form in forms.items():
+            error = running.post("/v1/chat/completions", {**body, name: form}).json()["error"]
+            assert error["param"] == name
+            assert error["message"].startswith(f"{name}: calls and answers look alike")
+
+
+def test_a_regex_and_a_choice_are_taken_where_reasoning_is_told_from_the_answer(serve: Any) -> None:
+    with serve("fast", tool_call_parser="hermes", reasoning_parser="qwen3") as running:
+        for form in ({"regex": "a+"}, {"choice": ["a", "b"]}, {"grammar": 'root ::= "a"'}):
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+            answer = running.post("/v1/chat/completions", {**body, "structured_outputs": form})
+            assert answer.status_code == 200, answer.text

@@ -120,7 +120,8 @@ class ParsedRequest:
         if forms is not None:
             self._formed_by = where
         try:
-            lark = self.reading.grammar(answer=forms is not None) if self.reading is not None else None
+            answer = where.partition(".")[0] if forms is not None else None
+            lark = self.reading.grammar(answer) if self.reading is not None else None
             if forms is not None or lark is not None:
                 grammar = await unless_gone(request, self._grammar(forms, where, lark))
                 self.sampling = msgspec.structs.replace(self.sampling, grammar=grammar)

@@ -17,6 +17,7 @@ from octavo.prompt.tools.schema import properties, types_of
 
 WHITESPACE = r"[ \n\r\t]{1,40}"  # between the parts of JSON: a small model would go on with it for ever
 _TEXTS = ("TEXT: /(?s:.*)/", r"SPACE: /[ \n]{0,8}/")
+ANSWER = "answer"  # where ``Unsupported`` is of the form of the answer
 _RAW_STRING = (
     "enum",
     "const",
@@ -134,7 +135,7 @@ class _Writer:
         whole = f"{fixed['before']} call {fixed['end']} {many} {fixed['close']}"
         whole = f"{self.fixed(layout.marker + layout.open)} {whole}"
         if answer and layout.bare:
-            raise Unsupported("response_format", "calls and answers look alike in this model's tool format")
+            raise Unsupported(ANSWER, "calls and answers look alike in this model's tool format")
         if answer:
             return [*rules, f"output: {whole} | @answer"]
         if required:

@@ -15,7 +15,7 @@ from octavo.prompt.tools.formats import (
     reasoning_format,
     tool_format,
 )
-from octavo.prompt.tools.grammar import Unsupported, reasoning_first, tool_grammar
+from octavo.prompt.tools.grammar import ANSWER, Unsupported, reasoning_first, tool_grammar
 from octavo.prompt.tools.parser import OutputParser
 
 _FALLBACK = "hermes"  # in which calls are enforced where the model has no format of its own
@@ -74,15 +74,16 @@ class OutputReading:
         schemas = {tool.name: tool.schema for tool in self.tools}
         return OutputParser(self._form, self.reasoning, schemas=schemas, reasoning_open=self._opened)
 
-    def grammar(self, answer: bool) -> str | None:
-        """The Lark of what answers are held to for the sake of their calls, if anything; with ``answer`` the
-        rule ``@answer`` may come in place of calls that are not required. Raises ``InvalidRequest``.
+    def grammar(self, answer: str | None) -> str | None:
+        """The Lark of what answers are held to for the sake of their calls, if anything; with ``answer``, the
+        field that says the form of the answer, the rule ``@answer`` may come in place of calls that are not
+        required. Raises ``InvalidRequest``.
         """
         if self._form is None:
             return None
         required = self.choice.mode == "required"
         held = required or not self._parallel or self.choice.names is not None
-        if not held and not answer and not any(tool.strict for tool in self.tools):
+        if not held and answer is None and not any(tool.strict for tool in self.tools):
             return None
         try:
             return tool_grammar(
@@ -94,10 +95,11 @@ class OutputReading:
                 template=self._template,
                 reasoning=self.reasoning,
                 reasoning_open=self._opened,
-                answer=answer and not required,
+                answer=answer is not None and not required,
             )
         except Unsupported as error:
-            raise InvalidRequest(f"{error.where}: {error.message}", param=error.where) from error
+            where = answer if error.where == ANSWER and answer is not None else error.where
+            raise InvalidRequest(f"{where}: {error.message}", param=where) from error
 
     def after_reasoning(self, grammar: str) -> str:
         """A grammar of the whole output, of that of the answer."""
