@@ -16,7 +16,7 @@ from starlette.requests import Request
 from octavo.api.body import parse_object, read_body
 from octavo.api.fields import Fields, refuse_unsupported, unknown_names, wrong
 from octavo.api.generation import Generation
-from octavo.api.sampling import prompt_only, sampling_params, structured_outputs
+from octavo.api.sampling import no_beams, prompt_only, sampling_params, structured_outputs
 from octavo.api.service import Service
 from octavo.api.sse import unless_gone
 from octavo.core.sampling_params import StructuredOutputs
@@ -122,6 +122,8 @@ class ParsedRequest:
         try:
             answer = where.partition(".")[0] if forms is not None else None
             lark = self.reading.grammar(answer) if self.reading is not None else None
+            if lark is not None and self.sampling.use_beam_search:
+                raise no_beams("tool_choice")
             if forms is not None or lark is not None:
                 grammar = await unless_gone(request, self._grammar(forms, where, lark))
                 self.sampling = msgspec.structs.replace(self.sampling, grammar=grammar)
@@ -196,6 +198,8 @@ class ParsedRequest:
         if error.param == "grammar":
             message = f"{self._formed_by}: {error.message}"
             return type(error)(message, param=self._formed_by.partition(".")[0], code=error.code)
+        if self.chat and error.param == "prompt":
+            return type(error)(error.message, param="messages", code=error.code)
         names = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
         name = names.get(error.param or "")
         if error.param is None or name is None or not self.chat or self.fields.body.get(name) is None:

@@ -22,8 +22,11 @@ def sampling_params(fields: Fields, defaults: SamplingParams, chat: bool) -> Sam
         )
     max_tokens = _max_tokens(fields, defaults, chat)
     beams = fields.flag("use_beam_search", False)
+    forms, where = structured_outputs(fields)
     if beams:  # the model's own defaults are for drawing
         defaults = SamplingParams()
+        if forms is not None:
+            raise no_beams(where.partition(".")[0])
     return SamplingParams(
         n=fields.integer("n", 1) or 0,
         temperature=fields.number("temperature", defaults.temperature),
@@ -49,8 +52,13 @@ def sampling_params(fields: Fields, defaults: SamplingParams, chat: bool) -> Sam
         use_beam_search=beams,
         length_penalty=fields.number("length_penalty", 1.0),
         early_stopping=fields.flag("early_stopping", False),
-        structured_outputs=structured_outputs(fields)[0],
+        structured_outputs=forms,
     )
+
+
+def no_beams(name: str) -> InvalidRequest:
+    """The error for a field that asks for an output of a given form, beside ``use_beam_search``."""
+    return InvalidRequest(f"{name} asks for a form: a beam search takes none, leave it out", param=name)
 
 
 def structured_outputs(fields: Fields) -> tuple[StructuredOutputs | None, str]:

@@ -107,7 +107,10 @@ class PromptRenderer:
 
     def chat_tokens(self, rendered: str, longest: int | None = None) -> list[int]:
         """Token ids of a rendered chat. The template writes special tokens itself, so none are added."""
-        ids = self.encode(rendered, add_special_tokens=False, longest=longest)
+        try:
+            ids = self.encode(rendered, add_special_tokens=False, longest=longest)
+        except ContextLengthExceeded as error:
+            raise ContextLengthExceeded(error.message, param="messages") from error
         if not ids:
             raise InvalidRequest("the chat template made an empty prompt of these messages", param="messages")
         return ids
