@@ -155,6 +155,16 @@ def test_a_sequence_by_its_tokens_takes_every_other_setting(fast: Any) -> None:
     assert tokens_of(answer.text)[1]["finish_reason"] in ("length", "stop")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("sample_index", -1), ("sample_index", 128), ("sample_index", 10**30), ("priority", 2**31)],
+)
+def test_a_number_that_the_engine_cannot_bear_is_refused(fast: Any, name: str, value: int) -> None:
+    body = {"prompt_token_ids": [5, 6], "sampling": {"max_tokens": 4}, name: value}
+    answer = fast.http.post(fast.private_url + "/internal/generate", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 60, "ignore_eos": True, "seed": 3}
 
 

@@ -11,6 +11,7 @@ import msgspec
 from octavo.core.kv_layout import KVSpec, blocks_needed
 from octavo.core.outputs import EngineRequest, Feature, FinishReason, RequestTimes
 from octavo.core.plan import LogitRules, TokenLogprobs
+from octavo.core.sampling_params import MAX_N
 from octavo.errors import ContextLengthExceeded, InvalidRequest
 
 if TYPE_CHECKING:
@@ -64,6 +65,12 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
             f"prompt holds token id {wrong}: ids are 0 to {limits.vocab_size - 1}", param="prompt"
         )
     sampling.check_vocabulary(limits.vocab_size)
+    for name, held, (least, most) in (
+        ("sample_index", request.sample_index, (0, MAX_N - 1)),
+        ("priority", request.priority, (-(2**31), 2**31 - 1)),
+    ):
+        if not least <= held <= most:
+            raise InvalidRequest(f"{name} is {held}: it must be between {least} and {most}", param=name)
     for name, number in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
         if number is not None and number > limits.max_logprobs:
             raise InvalidRequest(
