@@ -5,6 +5,15 @@ and AMD GPUs) or ``reference`` (plain torch, the truth every other backend is te
 """
 
 from octavo_kernels.ops import AttentionBatch, KernelsUnavailable, Ops, PackedWeight, Replay
+from octavo_kernels.quantised import QuantisedWeight
 from octavo_kernels.registry import load
 
-__all__ = ["AttentionBatch", "KernelsUnavailable", "Ops", "PackedWeight", "Replay", "load"]
+__all__ = [
+    "AttentionBatch",
+    "KernelsUnavailable",
+    "Ops",
+    "PackedWeight",
+    "QuantisedWeight",
+    "Replay",
+    "load",
+]

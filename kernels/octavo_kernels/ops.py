@@ -17,6 +17,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from octavo_kernels.quantised import QuantisedWeight
+
 FP8 = torch.float8_e4m3fn
 """The 8-bit float of caches: 4 bits of exponent, 3 of mantissa."""
 
@@ -32,6 +34,7 @@ class PackedWeight:
     shape: tuple[int, int]
     """Logical [N, K]; for a gate/up pair N is its intermediate size, so a product has N columns."""
     dtype: torch.dtype
+    """Of the activations it multiplies."""
     data: Any
     paired: bool = False
     """True for a gate/up pair (``pack_gate_up``)."""
@@ -82,8 +85,12 @@ class Ops(Protocol):
         starts, whatever number of rows was recorded. The caller keeps the buffers alive.
         """
 
-    def pack(self, weight: Tensor, dtype: torch.dtype) -> PackedWeight:
-        """Copy weight [N, K] (float32, bfloat16 or float16) into the backend's layout as ``dtype``."""
+    def pack(self, weight: Tensor | QuantisedWeight, dtype: torch.dtype) -> PackedWeight:
+        """Copy weight [N, K] (float32, bfloat16 or float16) into the backend's layout as ``dtype``.
+
+        A quantised weight keeps its integers. It multiplies activations of ``dtype`` as
+        :func:`octavo_kernels.quantised.quantise_activations` rounds them.
+        """
 
     def matmul(
         self,
@@ -96,10 +103,15 @@ class Ops(Protocol):
         """x [M, K] times w transposed (+ bias [N]) -> [M, N], of x.dtype or of ``out_dtype`` (float32)."""
 
     def lookup(self, w: PackedWeight, rows: Tensor, out: Tensor) -> Tensor:
-        """The rows (int64 [T]) of a weight that :meth:`pack` packed, as they were before -> out [T, K]."""
+        """The rows (int64 [T]) of a weight that :meth:`pack` packed, as they were before -> out [T, K].
 
-    def pack_gate_up(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> PackedWeight:
-        """Pack gate and up, both [I, K], for :meth:`gate_up`."""
+        Rows of a quantised weight come dequantised.
+        """
+
+    def pack_gate_up(
+        self, gate: Tensor | QuantisedWeight, up: Tensor | QuantisedWeight, dtype: torch.dtype
+    ) -> PackedWeight:
+        """Pack gate and up, both [I, K] and of one kind, for :meth:`gate_up`."""
 
     def gate_up(
         self, x: Tensor, w: PackedWeight, activation: str = "silu", out: Tensor | None = None

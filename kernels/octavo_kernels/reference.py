@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo_kernels.ops import FP8, AttentionBatch, PackedWeight
+from octavo_kernels.quantised import QuantisedWeight, quantise_activations, stack
 
 
 class ReferenceOps:
@@ -24,8 +25,10 @@ class ReferenceOps:
     def record(self, forward: Callable[[], None]) -> None:
         return None
 
-    def pack(self, weight: Tensor, dtype: torch.dtype) -> PackedWeight:
+    def pack(self, weight: Tensor | QuantisedWeight, dtype: torch.dtype) -> PackedWeight:
         n, k = weight.shape
+        if isinstance(weight, QuantisedWeight):
+            return PackedWeight((n, k), dtype, weight)
         return PackedWeight((n, k), dtype, weight.to(dtype).contiguous())
 
     def matmul(
@@ -36,20 +39,28 @@ class ReferenceOps:
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        y = F.linear(x, w.data, bias)
+        y = _linear(x, w, bias)
         return _deliver(y, out, out_dtype or x.dtype)
 
     def lookup(self, w: PackedWeight, rows: Tensor, out: Tensor) -> Tensor:
+        if isinstance(w.data, QuantisedWeight):
+            return out.copy_(w.data.rearranged(rows).dequantised())
         return torch.index_select(w.data, 0, rows, out=out)
 
-    def pack_gate_up(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> PackedWeight:
+    def pack_gate_up(
+        self, gate: Tensor | QuantisedWeight, up: Tensor | QuantisedWeight, dtype: torch.dtype
+    ) -> PackedWeight:
         i, k = gate.shape
+        if isinstance(gate, QuantisedWeight) and isinstance(up, QuantisedWeight):
+            return PackedWeight((i, k), dtype, stack([gate, up]), paired=True)
+        if isinstance(gate, QuantisedWeight) or isinstance(up, QuantisedWeight):
+            raise TypeError("gate and up are both quantised, or neither is")
         return PackedWeight((i, k), dtype, torch.cat([gate, up]).to(dtype).contiguous(), paired=True)
 
     def gate_up(
         self, x: Tensor, w: PackedWeight, activation: str = "silu", out: Tensor | None = None
     ) -> Tensor:
-        gate, up = F.linear(x, w.data).float().chunk(2, dim=-1)
+        gate, up = _linear(x, w).float().chunk(2, dim=-1)
         if activation == "silu":
             act = F.silu(gate)
         elif activation == "gelu_tanh":
@@ -145,6 +156,13 @@ def _attend(
 def _as_fp8(x: Tensor, scale: float) -> Tensor:
     largest = torch.finfo(FP8).max
     return (x.float() * (1.0 / scale)).clamp(-largest, largest).to(FP8)
+
+
+def _linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """The product in x.dtype; with a quantised weight in float32."""
+    if not isinstance(w.data, QuantisedWeight):
+        return F.linear(x, w.data, bias)
+    return F.linear(quantise_activations(x), w.data.dequantised(), None if bias is None else bias.float())
 
 
 def _deliver(value: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:

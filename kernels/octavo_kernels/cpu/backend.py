@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo_kernels.cpu.library import Arena, Weight, open_library, usable_cpus
+from octavo_kernels.cpu.library import Arena, Quants, Weight, open_library, usable_cpus
 from octavo_kernels.ops import AttentionBatch, PackedWeight, Replay
+from octavo_kernels.quantised import QuantisedWeight
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_QUANTISED = 2
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 _PAGE_TOKENS = 16
 """Tokens of a page come in groups of so many (kGroup)."""
@@ -87,12 +89,20 @@ class CpuOps:
             raise ValueError("an operation that is recorded needs a place for its result (out)")
         return torch.empty(shape, dtype=dtype)
 
-    def pack(self, weight: Tensor, dtype: torch.dtype) -> PackedWeight:
+    def pack(self, weight: Tensor | QuantisedWeight, dtype: torch.dtype) -> PackedWeight:
+        if isinstance(weight, QuantisedWeight):
+            return self._pack_quantised(weight, None, dtype)
         return self._pack(weight, None, dtype)
 
-    def pack_gate_up(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> PackedWeight:
+    def pack_gate_up(
+        self, gate: Tensor | QuantisedWeight, up: Tensor | QuantisedWeight, dtype: torch.dtype
+    ) -> PackedWeight:
         if gate.shape != up.shape:
             raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} differ in shape")
+        if isinstance(gate, QuantisedWeight) and isinstance(up, QuantisedWeight):
+            return self._pack_quantised(gate, up, dtype)
+        if isinstance(gate, QuantisedWeight) or isinstance(up, QuantisedWeight):
+            raise TypeError("gate and up are both quantised, or neither is")
         return self._pack(gate, up, dtype)
 
     def _pack(self, first: Tensor, second: Tensor | None, dtype: torch.dtype) -> PackedWeight:
@@ -104,6 +114,21 @@ class CpuOps:
         address = ctypes.addressof(struct)
         struct.data, memory = self._arena.take(self._brief.packed_bytes(address))
         self._long.pack(address, sources[0].data_ptr(), sources[-1].data_ptr())
+        return PackedWeight((n, k), dtype, _Packed(struct, address, memory), second is not None)
+
+    def _pack_quantised(
+        self, first: QuantisedWeight, second: QuantisedWeight | None, dtype: torch.dtype
+    ) -> PackedWeight:
+        if dtype is not torch.bfloat16:
+            raise ValueError(f"the C++ kernels multiply quantised weights with bfloat16, not {dtype}")
+        if second is not None and second.layout != first.layout:
+            raise ValueError(f"gate and up differ in layout: {first.layout} and {second.layout}")
+        n, k = first.shape
+        struct = Weight(None, n, k, _QUANTISED, int(second is not None), *first.layout)
+        address = ctypes.addressof(struct)
+        struct.data, memory = self._arena.take(self._brief.packed_bytes(address))
+        parts = [_quants(first), _quants(second or first)]
+        self._long.pack_quantised(address, *(ctypes.addressof(quants) for quants, _ in parts))
         return PackedWeight((n, k), dtype, _Packed(struct, address, memory), second is not None)
 
     def matmul(
@@ -308,3 +333,11 @@ class CpuOps:
             _DTYPES[cache.dtype],
         )
         return out
+
+
+def _quants(weight: QuantisedWeight) -> tuple[Quants, list[Tensor]]:
+    """The C++ view of a weight, and the tensors that it points into."""
+    tensors = [weight.values.contiguous(), weight.scales.contiguous()]
+    if weight.minima is not None:
+        tensors.append(weight.minima.contiguous())
+    return Quants(*(t.data_ptr() for t in tensors)), tensors

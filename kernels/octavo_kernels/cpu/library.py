@@ -16,7 +16,7 @@ from typing import Any
 from octavo_kernels.ops import KernelsUnavailable
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-INTERFACE = 3
+INTERFACE = 4
 """Of the C functions below; the library has the same number (octavo_interface)."""
 INSTRUCTION_SETS = ("amx", "avx512", "avx2")
 
@@ -26,6 +26,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "set_threads": (None, [c_int]),
     "packed_bytes": (c_long, [c_void_p]),
     "pack": (None, [c_void_p] * 3),
+    "pack_quantised": (None, [c_void_p] * 3),
     "lookup": (None, [c_void_p, c_void_p, c_long, c_void_p, c_long]),
     "matmul": (None, [c_void_p, c_long, c_long, c_void_p, c_void_p, c_int, c_void_p, c_long, c_int]),
     "rms_norm": (None, [c_void_p, c_long, c_long, c_void_p, c_void_p, *[c_long] * 5, c_float, c_int]),
@@ -61,7 +62,22 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 class Weight(ctypes.Structure):
     """octavo::Weight: a packed weight."""
 
-    _fields_ = [("data", c_void_p), ("n", c_long), ("k", c_long), ("dtype", c_int), ("paired", c_int)]
+    _fields_ = [
+        ("data", c_void_p),
+        ("n", c_long),
+        ("k", c_long),
+        ("dtype", c_int),
+        ("paired", c_int),
+        ("bits", c_int),
+        ("zero", c_int),
+        ("minima", c_int),
+    ]
+
+
+class Quants(ctypes.Structure):
+    """octavo::Quants: a quantised matrix that is to be packed."""
+
+    _fields_ = [("values", c_void_p), ("scales", c_void_p), ("minima", c_void_p)]
 
 
 class Library:

@@ -23,7 +23,7 @@ CacheLayout layout_of(void* data, long kv_heads, long block_size, long token_ele
 using namespace octavo;
 
 // Changes with the functions below, so that Python does not call into a library that was built from other sources.
-OCTAVO_API int octavo_interface() { return 3; }
+OCTAVO_API int octavo_interface() { return 4; }
 
 // Choose the instruction set: by name, or the best for null. Returns its name, null where it is not supported.
 OCTAVO_API const char* octavo_start(const char* isa) {
@@ -35,13 +35,17 @@ OCTAVO_API const char* octavo_start(const char* isa) {
 
 OCTAVO_API void octavo_set_threads(int threads) { set_pool_threads(threads); }
 
-OCTAVO_API long octavo_packed_bytes(const Weight* w) {
-    return w->panels() * w->panel_elements() * (w->dtype == kFloat32 ? 4 : 2);
-}
+OCTAVO_API long octavo_packed_bytes(const Weight* w) { return w->panels() * w->panel_bytes(); }
 
 OCTAVO_API void octavo_pack(const Weight* w, const void* first, const void* second) {
     const Pack a{first, second, const_cast<void*>(w->data), *w};
     parallel(w->panels(), kElementsPerTask / w->panel_elements(), [&a](long p0, long p1) { pack_panels(a, p0, p1); });
+}
+
+// values, scales and minima of first, then of second (in a pair): see Quants.
+OCTAVO_API void octavo_pack_quantised(const Weight* w, const Quants* first, const Quants* second) {
+    const PackQuantised a{*first, *second, const_cast<void*>(w->data), *w};
+    parallel(w->panels(), 1, [&a](long p0, long p1) { pack_quantised(a, p0, p1); });
 }
 
 OCTAVO_API void octavo_lookup(const Weight* w, const int64_t* rows, long count, void* out, long out_stride) {

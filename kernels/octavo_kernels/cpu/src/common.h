@@ -11,12 +11,13 @@ struct bf16 {
     uint16_t bits;
 };
 
-enum DType : int { kFloat32 = 0, kBFloat16 = 1 };
+enum DType : int { kFloat32 = 0, kBFloat16 = 1, kQuantised = 2 };    // the last of weights only
 enum Activation : int { kNone = 0, kSilu = 1, kGeluTanh = 2 };
 
 constexpr long kPanel = 32;       // columns of a packed weight that are computed together: two AMX tiles
 constexpr long kHalfPanel = 16;   // one AMX tile; in a gate/up pair, gate is the first half and up the second
 constexpr long kTileK = 32;       // bf16 values of K in one AMX tile
+constexpr long kQuantGroup = 32;  // values of k that share a scale in quantised activations, and most weights
 constexpr long kGroup = 16;       // tokens of a KV page that lie side by side
 constexpr long kDimStep = 32;     // head dimensions are padded to a multiple of this in the cache
 constexpr long kChunk = 128;      // context tokens in one softmax block; a multiple of kGroup

@@ -34,10 +34,10 @@ Features detect() {
     const uint64_t state = enabled_state();
     const bool ymm = (state & 0x6) == 0x6, zmm = (state & 0xe6) == 0xe6, tiles = (state & 0x60000) == 0x60000;
     found.avx2 = fma && f16c && (b >> 5 & 1) && ymm;
-    const bool f = b >> 16 & 1, dq = b >> 17 & 1, bw = b >> 30 & 1, vl = b >> 31 & 1;
+    const bool f = b >> 16 & 1, vnni = c >> 11 & 1, dq = b >> 17 & 1, bw = b >> 30 & 1, vl = b >> 31 & 1;
     const bool tile = d >> 24 & 1, tile_bf16 = d >> 22 & 1;
     const bool more = a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d);
-    found.avx512 = found.avx2 && f && dq && bw && vl && zmm && more && (a >> 5 & 1);    // the last: bfloat16
+    found.avx512 = found.avx2 && f && dq && bw && vl && vnni && zmm && more && (a >> 5 & 1);    // the last: bfloat16
     found.amx = found.avx512 && tile && tile_bf16 && tiles;
     return found;
 }

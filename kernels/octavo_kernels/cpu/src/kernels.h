@@ -6,16 +6,27 @@
 namespace octavo {
 
 // A weight packed by pack_panel(). float32: [panel][k][32 columns]; bfloat16: [panel][k / 32][half][k pair][16 columns][2],
-// k padded with zeros to a multiple of 32. Columns past n are zero.
+// k padded with zeros to a multiple of 32. Quantised: see quantised_pack.cpp; such a weight is (value - zero) * scale +
+// minimum, multiplies bfloat16, and has k in multiples of 32. Columns past n are zero.
 struct Weight {
     const void* data;
     long n;        // columns of the product: rows of the weight, or of gate alone in a pair
     long k;
     int dtype;
     int paired;    // gate and up interleaved by half panels
+    int bits;      // of a quantised value: 4, 5, 6 or 8
+    int zero;      // the value that stands for 0 (before the minimum)
+    int minima;    // whether there are any; of 4 and 5 bits only
 
     long panels() const { return paired ? ceil_div(n, kHalfPanel) : ceil_div(n, kPanel); }
     long panel_elements() const { return kPanel * (dtype == kBFloat16 ? round_up(k, kTileK) : k); }
+    long panel_bytes() const {
+        return dtype == kQuantised ? k / kQuantGroup * tile_bytes() : panel_elements() * (dtype == kFloat32 ? 4 : 2);
+    }
+    // Of a quantised weight: scales of a column in a tile, bytes of a tile's values, bytes of a tile.
+    long scales() const { return bits == 6 ? 2 : 1; }
+    long quant_bytes() const { return kPanel * kQuantGroup * bits / 8; }
+    long tile_bytes() const { return quant_bytes() + kPanel * 2 * (scales() + (minima ? 1 : 0)); }
 };
 
 struct Pack {
@@ -25,7 +36,21 @@ struct Pack {
     Weight weight;
 };
 
-// Rows of a packed weight that is no pair, as they were before they were packed.
+// A quantised matrix, row-major: values [n, k], float16 scales [n, k / 32 * scales()] and minima [n, k / 32] (or null).
+struct Quants {
+    const uint8_t* values;
+    const uint16_t* scales;
+    const uint16_t* minima;
+};
+
+struct PackQuantised {
+    Quants first;     // gate in a pair
+    Quants second;    // up, in a pair
+    void* out;
+    Weight weight;
+};
+
+// Rows of a packed weight that is no pair, as they were before they were packed; of a quantised one, as bfloat16.
 struct Lookup {
     Weight weight;
     const int64_t* rows;
@@ -37,6 +62,15 @@ struct Lookup {
 enum XForm : int {
     kRows,     // [m, k] in the weight's dtype
     kWide,     // [m, k] as float32, of a bfloat16 product
+    kGroups,   // [m, k / 32] as QuantGroup, of a quantised product
+};
+
+// kQuantGroup activations: values * scale.
+struct QuantGroup {
+    int8_t values[kQuantGroup];
+    float scale;
+    float sum;           // of values * scale: what a weight's minimum is multiplied by
+    int32_t start[2];    // -zero times the sum of the values, or of those of each half where each has its scale
 };
 
 struct Matmul {
@@ -139,6 +173,8 @@ struct Kernels {
     void (*matmul)(const Matmul&, long panel_begin, long panel_end, long row_begin, long row_end);
     XForm (*x_form)(const Matmul&);    // that matmul wants for this product
     void (*widen)(const bf16* x, long x_stride, long k, float* out, long out_stride, long rows);
+    void (*quantised_matmul)(const Matmul&, long panel_begin, long panel_end, long row_begin, long row_end);
+    void (*quantise)(const Matmul&, QuantGroup* out, long row_begin, long row_end);
     void (*norm)(const Norm&, long row_begin, long row_end);
     void (*rotary)(const Rotary&, long token_begin, long token_end);
     void (*write_kv)(const WriteKV&, long token_begin, long token_end);
@@ -150,6 +186,8 @@ struct Kernels {
 
 void pack_panels(const Pack&, long panel_begin, long panel_end);
 void look_up_rows(const Lookup&, long row_begin, long row_end);
+void pack_quantised(const PackQuantised&, long panel_begin, long panel_end);
+void look_up_quantised(const Lookup&, long row_begin, long row_end);
 float* thread_scratch(size_t floats);    // 64-byte aligned, kept by the calling thread until it asks for more
 
 }  // namespace octavo

@@ -17,6 +17,7 @@ constexpr size_t kPartialFloats = size_t(16) << 20;    // partial results of att
 
 thread_local std::vector<float> wide;        // x as float32
 thread_local std::vector<bf16> narrow;       // x with k rounded up
+thread_local std::vector<QuantGroup> groups;    // x quantised
 thread_local std::vector<float> partials;
 thread_local std::vector<AttentionTask> tasks;
 
@@ -33,6 +34,13 @@ void prepare_x(Matmul& a) {
         });
         a.x = out;
         a.x_stride = whole;
+    } else if (a.x_form == kGroups) {
+        const long row_groups = k / kQuantGroup;
+        if (long(groups.size()) < m * row_groups) groups.resize(m * row_groups);
+        QuantGroup* out = groups.data();
+        parallel(m, kElementsPerTask / k,
+                 [&a, out, row_groups](long r0, long r1) { active->quantise(a, out + r0 * row_groups, r0, r1); });
+        a.x = out;
     } else if (a.weight.dtype == kBFloat16 && k != whole) {
         narrow.assign(m * whole, bf16{0});
         for (long r = 0; r < m; r++) memcpy(&narrow[r * whole], x + r * stride, k * sizeof(bf16));
@@ -109,20 +117,22 @@ void run(Matmul a) {
     prepare_x(a);
     const bool wide_x = a.x_form == kWide || a.weight.dtype == kFloat32;
     const long most = wide_x ? larger(1, kWideValues / a.weight.k) : kMatmulRows;
+    const auto product = a.x_form == kGroups ? active->quantised_matmul : active->matmul;
     const long blocks = ceil_div(a.m, most), rows = ceil_div(a.m, blocks), panels = a.weight.panels();
     const long wanted = ceil_div(pool_threads() * kTasksPerThread, blocks);
     const long pieces = smaller(panels, wanted);
     struct Job {
         const Matmul& a;
         long rows, panels, pieces;
-    } job{a, rows, panels, pieces};
+        decltype(active->matmul) product;
+    } job{a, rows, panels, pieces, product};
     run_tasks(
         blocks * pieces,
         [](const void* data, long i) {
             const Job& j = *static_cast<const Job*>(data);
             const long piece = i % j.pieces, row = i / j.pieces * j.rows;
-            active->matmul(j.a, j.panels * piece / j.pieces, j.panels * (piece + 1) / j.pieces, row,
-                           smaller(row + j.rows, j.a.m));
+            j.product(j.a, j.panels * piece / j.pieces, j.panels * (piece + 1) / j.pieces, row,
+                      smaller(row + j.rows, j.a.m));
         },
         &job);
 }

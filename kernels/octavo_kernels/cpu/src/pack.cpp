@@ -43,7 +43,8 @@ void look_up(const Lookup& a, long i0, long i1) {
 }  // namespace
 
 void look_up_rows(const Lookup& a, long i0, long i1) {
-    if (a.weight.dtype == kFloat32) look_up<float>(a, i0, i1);
+    if (a.weight.dtype == kQuantised) look_up_quantised(a, i0, i1);
+    else if (a.weight.dtype == kFloat32) look_up<float>(a, i0, i1);
     else look_up<bf16>(a, i0, i1);
 }
 

@@ -3,6 +3,7 @@
 #include "cache.h"
 #include "matmul.h"
 #include "norm.h"
+#include "quantised.h"
 #include "rotary.h"
 
 #if defined(__AMX_BF16__)
@@ -18,15 +19,17 @@ namespace OCTAVO_ISA {
 namespace {
 
 XForm x_form(const Matmul& a) {
+    if (a.weight.dtype == kQuantised) return kGroups;
     const bool wide = a.weight.dtype == kBFloat16 && kWidth == 8;
     return wide ? kWide : kRows;
 }
 
 #if defined(__AMX_BF16__)
-const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), amx::tile_matmul, x_form, widen, norm, rotary, write_kv,
-                    amx::tile_attend, merge};
+const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), amx::tile_matmul, x_form, widen, quantised_matmul, quantise,
+                    norm, rotary, write_kv, amx::tile_attend, merge};
 #else
-const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), matmul, x_form, widen, norm, rotary, write_kv, attend, merge};
+const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), matmul, x_form, widen, quantised_matmul, quantise, norm, rotary, write_kv,
+                    attend, merge};
 #endif
 
 }  // namespace

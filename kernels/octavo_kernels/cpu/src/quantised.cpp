@@ -1,0 +1,222 @@
+#include "quantised.h"
+
+#include <utility>
+
+#include "epilogue.h"
+
+namespace octavo {
+namespace OCTAVO_ISA {
+namespace {
+
+// Rows whose sums stay in registers together, and the vectors of columns that they go over at once.
+constexpr int kMaxRows = kWidth == 16 ? 6 : 4;
+constexpr int vecs_of(int rows) { return kWidth == 16 || rows <= 2 ? 2 : 1; }
+constexpr long kPrefetchBytes = 2048;    // how far ahead of their use weights are asked for
+
+// A vector of columns as integers: in each lane four values of k of one column.
+typedef uint16_t Quads __attribute__((vector_size(4 * kWidth)));
+typedef int32_t Lanes __attribute__((vector_size(4 * kWidth)));
+
+inline Quads load_quads(const uint8_t* p) {
+    Quads v;
+    __builtin_memcpy(&v, p, sizeof v);
+    return v;
+}
+inline Quads all_bytes(int byte) { return Quads{} + uint16_t(byte * 0x0101); }
+
+#if defined(__AVX512VNNI__)
+
+inline Vec load_halves(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline Vec to_floats(Lanes v) { return _mm512_cvtepi32_ps((__m512i)v); }
+inline Lanes to_lanes(Vec v) { return (Lanes)_mm512_cvtps_epi32(v); }
+inline void store_bytes(int8_t* p, Lanes v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8((__m512i)v)); }
+constexpr int kSignBit = 0;
+template <int kBits>
+inline Lanes dot(Lanes sums, Quads w, Quads x) {
+    return (Lanes)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, (__m512i)x);
+}
+
+#else
+
+inline Vec load_halves(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline Vec to_floats(Lanes v) { return _mm256_cvtepi32_ps((__m256i)v); }
+inline Lanes to_lanes(Vec v) { return (Lanes)_mm256_cvtps_epi32(v); }
+inline void store_bytes(int8_t* p, Lanes v) {
+    const __m256i lanes = (__m256i)v;
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+}
+// Sums of two products must fit 16 bits, which those of up to 6 bits do. Whole bytes are taken as signed numbers, 128 less,
+// and the sign of a weight moved to the activation.
+constexpr int kSignBit = 0x80;
+template <int kBits>
+inline Lanes dot(Lanes sums, Quads w, Quads x) {
+    __m256i a = (__m256i)w, b = (__m256i)x;
+    if (kBits == 8) {
+        b = _mm256_sign_epi8(b, a);
+        a = _mm256_abs_epi8(a);
+    }
+    return sums + (Lanes)_mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
+}
+
+#endif
+
+// Four values of k, the Q-th of a tile's eight, of the columns from `column` on: see pack_quantised for where they lie.
+template <int kBits, int Q>
+inline Quads weights_of(const uint8_t* tile, long column) {
+    constexpr long kQuadBytes = 4 * kPanel;
+    tile += 4 * column;
+    if constexpr (kBits == 8) {
+        const Quads bytes = load_quads(tile + Q * kQuadBytes);
+        return kSignBit ? bytes ^ all_bytes(kSignBit) : bytes;
+    } else {
+        const Quads both = load_quads(tile + Q % 4 * kQuadBytes);
+        const Quads low = (Q < 4 ? both : both >> 4) & all_bytes(0x0f);
+        if constexpr (kBits == 4) {
+            return low;
+        } else {
+            constexpr int kHigh = kBits - 4, kPerPlane = 8 / kHigh, kShift = 4 - kHigh * (Q % kPerPlane);
+            Quads high = load_quads(tile + (4 + Q / kPerPlane) * kQuadBytes);
+            if constexpr (kShift >= 0) high = high << kShift;
+            else high = high >> -kShift;
+            return low | (high & all_bytes(((1 << kHigh) - 1) << 4));
+        }
+    }
+}
+
+// One tile (kQuantGroup values of k) of M rows and V vectors of columns. Integer sums are exact, and those of the tiles are
+// added in order, whatever M and V: a row's result does not depend on the batch it is in.
+template <int kBits, bool kMinima, int M, int V>
+struct Tile {
+    static constexpr int kScales = kBits == 6 ? 2 : 1;    // of a column, each for an equal part of the group
+
+    const QuantGroup* x;
+    long x_stride;
+    const uint8_t* w;
+    long column;
+    Vec (&sums)[M][V];
+
+    template <int Q>
+    inline void multiply_quad(Lanes (&lanes)[M][V]) const {
+        Quads weights[V];
+        for (int v = 0; v < V; v++) weights[v] = weights_of<kBits, Q>(w, column + v * kWidth);
+        for (int m = 0; m < M; m++) {
+            int32_t four;
+            __builtin_memcpy(&four, x[m * x_stride].values + 4 * Q, sizeof four);
+            const Quads values = (Quads)(Lanes{} + four);
+            for (int v = 0; v < V; v++) lanes[m][v] = dot<kBits>(lanes[m][v], weights[v], values);
+        }
+    }
+
+    template <int kPart, int... Q>
+    inline void multiply_part(std::integer_sequence<int, Q...>) {
+        Lanes lanes[M][V];
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < V; v++) lanes[m][v] = Lanes{} + x[m * x_stride].start[kPart];
+        (multiply_quad<kPart * 8 / kScales + Q>(lanes), ...);
+        const uint16_t* scales = reinterpret_cast<const uint16_t*>(w + kPanel * kQuantGroup * kBits / 8) + kPart * kPanel;
+        for (int v = 0; v < V; v++) {
+            const Vec scale = load_halves(scales + column + v * kWidth);
+            for (int m = 0; m < M; m++)
+                sums[m][v] = fma(to_floats(lanes[m][v]), mul(scale, set1(x[m * x_stride].scale)), sums[m][v]);
+        }
+    }
+
+    inline void multiply() {
+        multiply_part<0>(std::make_integer_sequence<int, 8 / kScales>());
+        if constexpr (kScales == 2) multiply_part<1>(std::make_integer_sequence<int, 4>());
+        if constexpr (kMinima) {
+            const uint8_t* minima = w + kPanel * kQuantGroup * kBits / 8 + kPanel * kScales * sizeof(uint16_t);
+            for (int v = 0; v < V; v++) {
+                const Vec minimum = load_halves(reinterpret_cast<const uint16_t*>(minima) + column + v * kWidth);
+                for (int m = 0; m < M; m++) sums[m][v] = fma(minimum, set1(x[m * x_stride].sum), sums[m][v]);
+            }
+        }
+    }
+};
+
+template <int kBits, bool kMinima, int M>
+void multiply(const QuantGroup* x, long tiles, const uint8_t* w, long tile_bytes, bool ahead, float* out) {
+    constexpr int V = vecs_of(M);
+    for (long column = 0; column < kPanel; column += V * kWidth) {
+        Vec sums[M][V];
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < V; v++) sums[m][v] = zero();
+        const uint8_t* tile = w;
+        for (long t = 0; t < tiles; t++, tile += tile_bytes) {
+            if (ahead)
+                for (long line = 0; line < tile_bytes; line += 64)
+                    _mm_prefetch(reinterpret_cast<const char*>(tile + kPrefetchBytes + line), _MM_HINT_T0);
+            Tile<kBits, kMinima, M, V>{x + t, tiles, tile, column, sums}.multiply();
+        }
+        ahead = false;
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < V; v++) store(out + m * kPanel + column + v * kWidth, sums[m][v]);
+    }
+}
+
+using Multiply = void (*)(const QuantGroup*, long, const uint8_t*, long, bool, float*);
+
+template <int kBits, bool kMinima, int... M>
+const Multiply* by_rows(std::integer_sequence<int, M...>) {
+    static constexpr Multiply kTable[] = {multiply<kBits, kMinima, M + 1>...};
+    return kTable;
+}
+
+const Multiply* multiply_of(const Weight& w) {
+    constexpr auto rows = std::make_integer_sequence<int, kMaxRows>();
+    switch (w.bits) {
+        case 4: return w.minima ? by_rows<4, true>(rows) : by_rows<4, false>(rows);
+        case 5: return w.minima ? by_rows<5, true>(rows) : by_rows<5, false>(rows);
+        case 6: return by_rows<6, false>(rows);
+        default: return by_rows<8, false>(rows);
+    }
+}
+
+}  // namespace
+
+void quantised_matmul(const Matmul& a, long p0, long p1, long r0, long r1) {
+    const Multiply* multiply_rows = multiply_of(a.weight);
+    const QuantGroup* x = static_cast<const QuantGroup*>(a.x);
+    const long tiles = a.weight.k / kQuantGroup, tile_bytes = a.weight.tile_bytes();
+    const long rows = r1 - r0, blocks = ceil_div(rows, kMaxRows);
+    alignas(64) float sums[kMaxRows * kPanel];
+    for (long p = p0; p < p1; p++)
+        for (long b = 0; b < blocks; b++) {
+            const uint8_t* w = static_cast<const uint8_t*>(a.weight.data) + p * tiles * tile_bytes;
+            const long first = r0 + rows * b / blocks, count = r0 + rows * (b + 1) / blocks - first;
+            multiply_rows[count - 1](x + first * tiles, tiles, w, tile_bytes, b == 0, sums);
+            finish(a, sums, p, first, count);
+        }
+}
+
+void quantise(const Matmul& a, QuantGroup* out, long r0, long r1) {
+    const bool halves = a.weight.scales() == 2;
+    const int32_t offset = a.weight.bits == 8 && kSignBit ? kSignBit - a.weight.zero : -a.weight.zero;
+    for (long r = r0; r < r1; r++) {
+        const bf16* x = static_cast<const bf16*>(a.x) + r * a.x_stride;
+        for (long k = 0; k < a.weight.k; k += kQuantGroup, x += kQuantGroup, out++) {
+            Vec values[kPanelVecs], most = zero(), poison = zero();
+            for (int v = 0; v < kPanelVecs; v++) {
+                values[v] = load(x + v * kWidth);
+                most = max(most, absolute(values[v]));
+                poison = fma(values[v], zero(), poison);
+            }
+            const float magnitude = largest(most);
+            const Vec inverse = set1(magnitude > 0.0f ? 127.0f / magnitude : 0.0f);
+            int32_t part[2] = {};
+            for (int v = 0; v < kPanelVecs; v++) {
+                const Lanes rounded = to_lanes(mul(values[v], inverse));
+                store_bytes(out->values + v * kWidth, rounded);
+                part[v * 2 / kPanelVecs] += int32_t(sum(to_floats(rounded)));
+            }
+            out->scale = magnitude / 127.0f + sum(poison);    // what is no number makes the sums none
+            out->sum = out->scale * float(part[0] + part[1]);
+            out->start[0] = offset * (halves ? part[0] : part[0] + part[1]);
+            out->start[1] = offset * part[1];
+        }
+    }
+}
+
+}  // namespace OCTAVO_ISA
+}  // namespace octavo
