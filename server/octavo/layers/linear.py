@@ -16,7 +16,10 @@ COLUMNS, ROWS = 0, 1  # which dimension of [N, K] a rank holds a share of: outpu
 
 
 class Linear:
-    """y = x W^T (+ b). Several parts (name: number of outputs) are stacked into one product (q, k and v)."""
+    """y = x W^T (+ b). Several parts (name: number of outputs) are stacked (q, k and v).
+
+    They are one product, or as many as they have ways of being kept.
+    """
 
     def __init__(
         self,
@@ -28,7 +31,7 @@ class Linear:
         bias: bool = False,
     ) -> None:
         self._matmul = ops.matmul
-        self._weight = weights.format.pack(ops, weights, parts, inputs, dim)
+        self._weights = weights.format.pack(ops, weights, parts, inputs, dim)
         self._bias: Tensor | None = None
         if bias:
             cut = COLUMNS if dim == COLUMNS else None
@@ -38,7 +41,14 @@ class Linear:
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """x [T, K] -> out [T, N]."""
-        return self._matmul(x, self._weight, out, self._bias)
+        if len(self._weights) == 1:
+            return self._matmul(x, self._weights[0], out, self._bias)
+        start = 0
+        for weight in self._weights:
+            columns = slice(start, start + weight.shape[0])
+            self._matmul(x, weight, out[:, columns], None if self._bias is None else self._bias[columns])
+            start = columns.stop
+        return out
 
 
 class GatedMLP:

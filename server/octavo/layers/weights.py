@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ModelLoadError
-from octavo_kernels import Ops, PackedWeight
+from octavo_kernels import Ops, PackedWeight, QuantisedWeight
+from octavo_kernels.quantised import GROUP, stack
 
 
 class Checkpoint(Protocol):
@@ -26,16 +28,20 @@ class Checkpoint(Protocol):
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """The tensor on the CPU as ``dtype``, dequantised if need be. Raises ``ModelLoadError``."""
 
+    def read_quantised(self, name: str) -> QuantisedWeight | None:
+        """The tensor as the integers that it is stored as; None if it cannot be kept so."""
+        return None
+
 
 class WeightFormat(Protocol):
-    """How a matrix is kept in memory and multiplied. Later ones keep AWQ, GPTQ, FP8 or GGUF blocks as is."""
+    """How a matrix is kept in memory and multiplied. Later ones keep AWQ, GPTQ or FP8 as is."""
 
     name: str
 
     def pack(
-        self, ops: Ops, weights: Weights, parts: Mapping[str, int], inputs: int, dim: int
-    ) -> PackedWeight:
-        """Matrices (name: outputs) of ``inputs`` columns stacked into one; ``dim`` is cut by rank."""
+        self, ops: Ops, weights: Weights, parts: Mapping[str, int], inputs: int, dim: int | None
+    ) -> list[PackedWeight]:
+        """Matrices (name: outputs) of ``inputs`` columns stacked, into as few as can be; ``dim`` is cut by rank."""
 
     def pack_gate_up(
         self, ops: Ops, weights: Weights, gate: str, up: str, shape: tuple[int, int]
@@ -49,16 +55,48 @@ class PlainFormat:
     name = "plain"
 
     def pack(
-        self, ops: Ops, weights: Weights, parts: Mapping[str, int], inputs: int, dim: int
-    ) -> PackedWeight:
+        self, ops: Ops, weights: Weights, parts: Mapping[str, int], inputs: int, dim: int | None
+    ) -> list[PackedWeight]:
         read = [weights.tensor(f"{name}.weight", (rows, inputs), dim) for name, rows in parts.items()]
-        return ops.pack(torch.cat(read) if len(read) > 1 else read[0], weights.dtype)
+        return [ops.pack(torch.cat(read) if len(read) > 1 else read[0], weights.dtype)]
 
     def pack_gate_up(
         self, ops: Ops, weights: Weights, gate: str, up: str, shape: tuple[int, int]
     ) -> PackedWeight:
         read = [weights.tensor(f"{name}.weight", shape, 0) for name in (gate, up)]
         return ops.pack_gate_up(read[0], read[1], weights.dtype)
+
+
+class QuantisedFormat:
+    """Weights that the checkpoint holds as integers stay so; the others are plain."""
+
+    name = "quantised"
+
+    def pack(
+        self, ops: Ops, weights: Weights, parts: Mapping[str, int], inputs: int, dim: int | None
+    ) -> list[PackedWeight]:
+        packed = []
+        read = [self._read(weights, f"{name}.weight", (rows, inputs), dim) for name, rows in parts.items()]
+        for _, run in itertools.groupby(read, lambda w: w.layout if isinstance(w, QuantisedWeight) else None):
+            alike = list(run)
+            quantised = [w for w in alike if isinstance(w, QuantisedWeight)]
+            plain = [w for w in alike if isinstance(w, Tensor)]
+            packed.append(ops.pack(stack(quantised) if quantised else torch.cat(plain), weights.dtype))
+        return packed
+
+    def pack_gate_up(
+        self, ops: Ops, weights: Weights, gate: str, up: str, shape: tuple[int, int]
+    ) -> PackedWeight:
+        first, second = (weights.quantised(f"{name}.weight", shape, 0) for name in (gate, up))
+        if first is None or second is None or first.layout != second.layout:
+            return PlainFormat().pack_gate_up(ops, weights, gate, up, shape)
+        return ops.pack_gate_up(first, second, weights.dtype)
+
+    def _read(
+        self, weights: Weights, name: str, shape: tuple[int, int], dim: int | None
+    ) -> QuantisedWeight | Tensor:
+        quantised = weights.quantised(name, shape, dim)
+        return weights.tensor(name, shape, dim) if quantised is None else quantised
 
 
 @dataclasses.dataclass
@@ -92,9 +130,32 @@ class Weights:
         whole = self._read(name, shape, self.dtype)
         if dim is None or self.world == 1:
             return whole.to(self.device)
-        if whole.shape[dim] % self.world:
-            raise ModelLoadError(f"{name} {tuple(whole.shape)} cannot be cut into {self.world} equal parts")
-        return whole.chunk(self.world, dim)[self.rank].contiguous().to(self.device)
+        return whole[self._share(name, shape, dim)].contiguous().to(self.device)
+
+    def quantised(self, name: str, shape: tuple[int, int], dim: int | None = None) -> QuantisedWeight | None:
+        """The named tensor as the integers that it is stored as, whole or this rank's share as in ``tensor``.
+
+        None where it is stored otherwise, or the cut goes through a group; raises as ``tensor`` does.
+        """
+        self._take(name)
+        whole = self.checkpoint.read_quantised(name)
+        if whole is None:
+            return None
+        self._check(name, whole.shape, shape)
+        if dim is None or self.world == 1:
+            return whole
+        if dim == 1 and shape[1] // self.world % GROUP:
+            return None
+        return whole.part(*self._share(name, shape, dim))
+
+    def _share(self, name: str, shape: tuple[int, ...], dim: int) -> tuple[slice, ...]:
+        """Where this rank's equal part along ``dim`` lies."""
+        if shape[dim] % self.world:
+            raise ModelLoadError(f"{name} {shape} cannot be cut into {self.world} equal parts")
+        size = shape[dim] // self.world
+        cut = [slice(None)] * len(shape)
+        cut[dim] = slice(self.rank * size, (self.rank + 1) * size)
+        return tuple(cut)
 
     def norm(self, name: str, size: int, offset: float = 0.0) -> Tensor:
         """A norm's weight.
@@ -106,14 +167,20 @@ class Weights:
         return (self.exact(f"{name}.weight", (size,)) + offset).to(self.dtype).to(self.device)
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self._take(name)
+        tensor = self.checkpoint.read(name, dtype)
+        self._check(name, tuple(tensor.shape), shape)
+        return tensor
+
+    def _take(self, name: str) -> None:
         if name not in self._names:
             raise ModelLoadError(f"{self.checkpoint.where} lacks the tensor {name}")
         self._left.discard(name)
-        tensor = self.checkpoint.read(name, dtype)
-        if tensor.shape != shape:
-            found = f"{name} of shape {tuple(tensor.shape)}"
-            raise ModelLoadError(f"{self.checkpoint.where} holds {found}; its config asks for {shape}")
-        return tensor
+
+    def _check(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        if found != shape:
+            holds = f"{name} of shape {found}"
+            raise ModelLoadError(f"{self.checkpoint.where} holds {holds}; its config asks for {shape}")
 
     def ignore(self, *names: str) -> None:
         """Tensors that may be in the file and are not needed (a tied head stored twice)."""

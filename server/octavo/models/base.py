@@ -80,14 +80,14 @@ class CausalLM:
         rotary = RotaryTables(config.head_dim, max_positions, weights.device, factors)
         build = Builder(ops, weights, config, whole, rotary)
         scale, tied = self.embedding_scale(config), config.tie_word_embeddings
-        self._embedding = Embedding(ops, weights, "model.embed_tokens", vocabulary, scale, tied=tied)
+        self._embedding = Embedding(ops, weights, "model.embed_tokens", vocabulary, scale)
         self._layers = [self.build_layer(build, index) for index in range(config.num_layers)]
         self._norm = build.norm("model.norm", self.norm_offset)
         table = self._embedding.table
         if tied:
             weights.ignore("lm_head.weight")
         else:
-            table = weights.tensor("lm_head.weight", vocabulary)
+            (table,) = weights.format.pack(ops, weights, {"lm_head": vocabulary[0]}, vocabulary[1], None)
         self._head = LogitsHead(ops, table, config.final_softcap)
         weights.finish()
 

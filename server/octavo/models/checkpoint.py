@@ -17,8 +17,10 @@ from octavo.errors import ModelLoadError
 from octavo.gguf_file import GGUFFile, GGUFTensor
 from octavo.layers.weights import Checkpoint
 from octavo.models.config import ModelConfig
-from octavo.models.dequantize import DEQUANTIZERS, dequantize
+from octavo.models.dequantize import BLOCKS, SUPPORTED, dequantize, keep
 from octavo.models.gguf_config import from_gguf_name
+from octavo_kernels import QuantisedWeight
+from octavo_kernels.quantised import stack
 
 # Numbers dequantised at once: the steps between stay in the CPU's cache, and a large table never stands in
 # memory whole as float32.
@@ -86,7 +88,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A GGUF file's tensors, dequantised as they are read; Llama's q and k get their own order back."""
+    """A GGUF file's tensors, dequantised as they are read or kept; Llama's q and k get their own order back."""
 
     norms_hold_offset = True
 
@@ -94,11 +96,11 @@ class GGUFCheckpoint(Checkpoint):
         self.where = str(file.path)
         self._file, self._config = file, config
         self._tensors = {from_gguf_name(name, config.architecture): t for name, t in file.tensors.items()}
-        unsupported = sorted({t.type for t in file.tensors.values()} - set(DEQUANTIZERS))
+        unsupported = sorted({t.type for t in file.tensors.values()} - set(SUPPORTED))
         if unsupported:
             raise ModelLoadError(
                 f"{self.where} holds tensors of type {', '.join(unsupported)}, which is not supported: "
-                f"{', '.join(DEQUANTIZERS)} are"
+                f"{', '.join(SUPPORTED)} are"
             )
 
     def names(self) -> set[str]:
@@ -107,28 +109,47 @@ class GGUFCheckpoint(Checkpoint):
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         stored = self._tensors[name]
         tensor = self._dequantised(stored, dtype)
-        if self._config.architecture == "LlamaForCausalLM":
-            heads = self._permuted_heads(name)
-            return _unpermuted(tensor, heads) if heads else tensor
-        return tensor
+        heads = self._permuted_heads(name)
+        return tensor[_unpermuted(len(tensor), heads)] if heads else tensor
+
+    def read_quantised(self, name: str) -> QuantisedWeight | None:
+        stored = self._tensors[name]
+        if stored.type not in BLOCKS or len(stored.shape) != 2 or stored.shape[1] % BLOCKS[stored.type].numbers:
+            return None
+        parts = [keep(raw, stored.type) for raw in self._chunks(stored)]
+        kept = [part for part in parts if part is not None]
+        if len(kept) < len(parts):
+            return None
+        weight, heads = stack(kept), self._permuted_heads(name)
+        return weight.rearranged(_unpermuted(weight.shape[0], heads)) if heads else weight
 
     def _permuted_heads(self, name: str) -> int:
+        """How many heads the rows of Llama's q and k belong to; 0 for what has its own order."""
+        if self._config.architecture != "LlamaForCausalLM":
+            return 0
         parameter = name.split(".")[-2]
         return {"q_proj": self._config.num_heads, "k_proj": self._config.num_kv_heads}.get(parameter, 0)
 
     def _dequantised(self, stored: GGUFTensor, dtype: torch.dtype) -> Tensor:
-        rows = stored.shape[0] if len(stored.shape) > 1 else 1
-        width = math.prod(stored.shape) // rows
         out = torch.empty(stored.shape, dtype=dtype)
-        flat = out.view(rows, width)
-        raw = torch.frombuffer(self._file.data(stored), dtype=torch.uint8).view(rows, -1)
-        step = max(1, _CHUNK // width)
-        for start in range(0, rows, step):
-            flat[start : start + step] = dequantize(raw[start : start + step], stored.type)
+        flat = out.view(_rows(stored), -1)
+        start = 0
+        for raw in self._chunks(stored):
+            flat[start : start + len(raw)] = dequantize(raw, stored.type)
+            start += len(raw)
         return out
 
+    def _chunks(self, stored: GGUFTensor) -> tuple[Tensor, ...]:
+        """The bytes of some rows after the other, uint8 [rows, bytes of a row]."""
+        rows = _rows(stored)
+        raw = torch.frombuffer(self._file.data(stored), dtype=torch.uint8).view(rows, -1)
+        return raw.split(max(1, _CHUNK // (math.prod(stored.shape) // rows)))
 
-def _unpermuted(tensor: Tensor, heads: int) -> Tensor:
-    """GGUF keeps Llama's q and k with the halves of each head interleaved; back to halves."""
-    half = tensor.shape[0] // heads // 2
-    return tensor.view(heads, half, 2, -1).transpose(1, 2).reshape(tensor.shape)
+
+def _rows(stored: GGUFTensor) -> int:
+    return stored.shape[0] if len(stored.shape) > 1 else 1
+
+
+def _unpermuted(rows: int, heads: int) -> Tensor:
+    """GGUF keeps Llama's q and k with the halves of each head interleaved: the order that makes them halves."""
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()

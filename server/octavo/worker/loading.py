@@ -10,7 +10,7 @@ import torch
 
 import octavo_kernels
 from octavo.errors import ConfigError
-from octavo.layers.weights import Weights
+from octavo.layers.weights import PlainFormat, QuantisedFormat, WeightFormat, Weights
 from octavo.models.base import CausalLM
 from octavo.models.checkpoint import open_checkpoint
 from octavo.models.config import ModelConfig
@@ -27,6 +27,7 @@ class Place:
     device: torch.device
     dtype: torch.dtype
     ops: Ops
+    format: WeightFormat = dataclasses.field(default_factory=PlainFormat)
 
     @property
     def dtype_name(self) -> str:
@@ -34,13 +35,18 @@ class Place:
 
 
 def pick_place(device: str, dtype: str, stored: str) -> Place:
-    """From the ``device`` and ``dtype`` settings and the checkpoint's own dtype. Raises ``ConfigError``."""
+    """From the ``device`` and ``dtype`` settings and the checkpoint's own dtype. Raises ``ConfigError``.
+
+    Quantised weights stay so under "auto" with the C++ kernels; any other dtype dequantises them.
+    """
     where = pick_device(device)
     numbers = pick_dtype(dtype, stored, where)
     try:
-        return Place(where, numbers, octavo_kernels.load("auto", where, numbers))
+        ops = octavo_kernels.load("auto", where, numbers)
     except (octavo_kernels.KernelsUnavailable, ValueError) as error:
         raise ConfigError(str(error)) from error
+    keeps = dtype == "auto" and numbers is torch.bfloat16 and ops.name == "cpu"
+    return Place(where, numbers, ops, QuantisedFormat() if keeps else PlainFormat())
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -72,5 +78,5 @@ def load_model(config: ModelConfig, path: Path, place: Place, max_positions: int
     """Build the model and read every parameter; its rotary tables reach ``max_positions``."""
     build = model_class(config.architecture)
     with open_checkpoint(path, config) as checkpoint, torch.inference_mode():
-        weights = Weights(checkpoint, place.dtype, place.device)
+        weights = Weights(checkpoint, place.dtype, place.device, format=place.format)
         return build(config, weights, place.ops, max_positions)
