@@ -1,12 +1,13 @@
-"""What keeping weights quantised costs in accuracy: a GGUF model beside itself dequantised, on this repository's text.
+"""What weights kept quantised cost: a GGUF model beside itself dequantised, on this repository's text.
 
     python benchmarks/quantised.py MODEL [--tokens 20000] [--types Q4_0 Q8_0]
 
-MODEL: a GGUF file or its address. First the file as it is, then all its matrices rounded anew to each type (by the plain
-method, nearest values between each group's extremes: the reference has the same weights). The reference is float32 on
-dequantised weights. For bfloat16 on dequantised weights, and for quantised weights (``--dtype auto``): the root mean
-square error of the logits against their spread (each row's mean taken off, which no probability depends on), how often
-the most likely token is the reference's, and the perplexity. The text is docs and source in windows of 512 tokens.
+MODEL: a GGUF file or its address. First the file as it is, then all its matrices rounded anew to each type
+(the nearest values between each group's extremes). The reference is float32 on the same weights, dequantised.
+Beside it stand quantised weights as ``--dtype auto`` runs them, and for the file bfloat16 on dequantised
+ones: the perplexity; the root mean square error of the logits against their spread (each row's mean taken
+off, which no probability depends on); how often the most likely token is the reference's. The text is docs
+and source, in windows of 512 tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -112,9 +113,7 @@ class Running:
         needed = loaded.blocks_needed(WINDOW)
         self._runner = loaded.runner(CacheSize(needed, config.block_size, WINDOW, needed))
         blocks = WINDOW // config.block_size
-        self._tables = [
-            list(range(blocks * i, blocks * (i + 1))) for i in range(len(loaded.layout.groups))
-        ]
+        self._tables = [list(range(blocks * i, blocks * (i + 1))) for i in range(len(loaded.layout.groups))]
 
     def hidden(self, ids: list[int]) -> Tensor:
         return self._runner.forward([Row("window", ids, 0, self._tables)])[: len(ids)]
@@ -134,12 +133,21 @@ def windows(path: Path, count: int) -> Iterator[list[int]]:
         yield ids[start : start + WINDOW]
 
 
-def compare(config: EngineConfig, shape: ModelConfig, source: Checkpoint, texts: list[list[int]]) -> str:
-    """The cells of one row of the table."""
-    runs = [
-        Running(config, shape, source, dtype, kept)
-        for dtype, kept in (("float32", False), ("bfloat16", False), ("bfloat16", True))
-    ]
+REFERENCE, PLAIN, KEPT = ("float32", False), ("bfloat16", False), ("bfloat16", True)
+
+
+def compare(
+    config: EngineConfig,
+    shape: ModelConfig,
+    source: Checkpoint,
+    texts: list[list[int]],
+    ways: Sequence[tuple[str, bool]],
+) -> list[str]:
+    """Of each way of running the model (numbers, whether weights stay quantised): the cells of its row.
+
+    The first is the reference.
+    """
+    runs = [Running(config, shape, source, *way) for way in ways]
     figures, spread, count = [Figures() for _ in runs], 0.0, 0
     for ids in texts:
         hidden = [run.hidden(ids) for run in runs]
@@ -152,16 +160,16 @@ def compare(config: EngineConfig, shape: ModelConfig, source: Checkpoint, texts:
                 own.add(each, logits[0], wanted)
             spread += float((logits[0] - logits[0].mean(-1, keepdim=True)).square().mean(-1).sum())
             count += len(wanted)
-    cells = [f"{math.exp(own.loss / count):.3f}" for own in figures]
-    for own in figures[1:]:
-        cells.append(f"{math.sqrt(own.error / spread):.1%}")
-    for own in figures[1:]:
-        cells.append(f"{own.agreed / count:.1%}")
-    return " | ".join(cells)
+    return [
+        f"{math.exp(own.loss / count):.3f} | {math.sqrt(own.error / spread):.1%} | {own.agreed / count:.1%}"
+        for own in figures
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--types", nargs="*", default=list(BLOCKS), choices=list(BLOCKS), metavar="TYPE")
@@ -170,14 +178,17 @@ def main() -> None:
     config = engine_config(str(path), {"max_num_batched_tokens": WINDOW, "max_num_seqs": 1, "device": "cpu"})
     shape = load_model_config(path)
     texts = list(windows(path, arguments.tokens))
-    print("| weights | perplexity float32 | bfloat16 | quantised | error bfloat16 | quantised | "
-          "agreement bfloat16 | quantised |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|")
+    print("| weights | run in | perplexity | error of logits | agreement |\n|---|---|---|---|---|")
     with open_checkpoint(path, shape) as checkpoint, torch.inference_mode():
-        print(f"| the file's | {compare(config, shape, checkpoint, texts)} |", flush=True)
+        cells = compare(config, shape, checkpoint, texts, (REFERENCE, PLAIN, KEPT))
+        for way, row in zip(("float32", "bfloat16", "auto"), cells, strict=True):
+            print(f"| the file's | {way} | {row} |", flush=True)
         for kind in arguments.types:
-            cells = compare(config, shape, Requantised(checkpoint, kind), texts)
-            print(f"| {kind} | {cells} |", flush=True)
+            source = Requantised(checkpoint, kind)
+            for way, row in zip(
+                ("float32", "auto"), compare(config, shape, source, texts, (REFERENCE, KEPT)), strict=True
+            ):
+                print(f"| {kind} | {way} | {row} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def stack(weights: list[QuantisedWeight]) -> QuantisedWeight:
 
 
 def quantise_activations(x: Tensor) -> Tensor:
-    """x [M, K] as its product with a quantised weight sees it: each 32 numbers as 8-bit integers times a scale.
+    """x [M, K] as its product with a quantised weight sees it: groups of 32 as 8-bit integers times a scale.
 
     -> float32 [M, K].
     """

@@ -151,7 +151,10 @@ class EngineConfig:
     port: int = _setting(8000, "public port", low=0, high=65535)
     private_port: int = _setting(8001, "port for the router and the operator", low=0, high=65535)
     device: str = _setting("auto", "where the model runs", choices=DEVICES)
-    dtype: str = _setting("auto", "type of weights and activations; auto: the checkpoint's", choices=DTYPES)
+    dtype: str = _setting(
+        "auto", "type of weights and activations; auto: the checkpoint's (on a CPU, a GGUF file's quantised "
+        "weights stay so)", choices=DTYPES,
+    )  # fmt: skip
     gpu_memory_utilization: float = _setting(0.92, "share of GPU memory to use", low=0.01, high=1.0)
     kv_cache_memory_bytes: int | None = _setting(
         None, "size of the KV cache, e.g. 256Mi; default on CPU: a share of free memory", parse=parse_size

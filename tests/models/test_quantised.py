@@ -22,12 +22,12 @@ TEXT = [  # the start of a licence, in SmolLM2's tokens
     504, 16571, 4791, 282, 260, 3279, 30, 4882, 28, 5119, 6252, 216, 34, 84, 3073, 338, 750, 3279, 29, 9562,
     13963, 1517, 355, 3252, 804, 411, 451, 1517, 1251, 325, 11457, 42, 585, 260, 3279, 1072, 441, 3577, 357,
 ]  # fmt: skip
-PASSAGE = """The committee met twice in March to consider whether the old bridge should be repaired or replaced.
-Engineers had found cracks in two of the piers, and the cost of repair, which had been put at four million, was
-now thought to be nearer nine. "We can't go on patching it," said the mayor, who has crossed it every day for
-thirty years. A new bridge would take three years to build, and for most of that time the town would be cut in
-half. Shopkeepers on the east side fear that they would lose their customers to the next town; those who live
-on the west side worry about ambulances."""
+PASSAGE = """The committee met twice in March to consider whether the old bridge should be repaired or
+replaced. Engineers had found cracks in two of the piers, and the cost of repair, which had been put at
+four million, was now thought to be nearer nine. "We can't go on patching it," said the mayor, who has
+crossed it every day for thirty years. A new bridge would take three years to build, and for most of that
+time the town would be cut in half. Shopkeepers on the east side fear that they would lose their
+customers to the next town; those who live on the west side worry about ambulances."""
 SETTINGS: dict[str, Any] = {
     "max_model_len": 512, "kv_cache_memory_bytes": "64Mi", "max_num_batched_tokens": 512,
 }  # fmt: skip
@@ -51,7 +51,7 @@ def encode(path: Path, text: str) -> list[int]:
 
 
 def test_logits_are_near_those_of_the_dequantised_model(gguf, engine_of) -> None:
-    """About as near as with bfloat16 alone. What all logits of a row have in common changes no probability."""
+    """Each row's mean is taken off: no probability depends on it."""
     ids = encode(gguf, PASSAGE)
     exact, kept = (
         logits - logits.mean(dim=-1, keepdim=True)
@@ -135,7 +135,7 @@ def test_parts_of_different_types_stand_side_by_side_in_a_result() -> None:
     for name in "abcd":
         weight, bias = stored[f"{name}.weight"], stored[f"{name}.bias"]
         assert isinstance(bias, Tensor)
-        packed = ops.pack(weight if isinstance(weight, QuantisedWeight) else weight, torch.bfloat16)
+        packed = ops.pack(weight, torch.bfloat16)
         expected.append(ops.matmul(x, packed, bias=bias.bfloat16()))
     assert torch.equal(result, torch.cat(expected, dim=1))
     weights.finish()
@@ -155,10 +155,14 @@ def test_gate_and_up_of_different_types_are_dequantised() -> None:
 def test_ranks_hold_equal_shares_of_a_quantised_weight(dim) -> None:
     whole = quantised(5, 64, 128, 0)
     shares = [
-        Weights(Stored({"w": whole}), torch.bfloat16, torch.device("cpu"), rank, 2).quantised("w", (64, 128), dim)
+        Weights(Stored({"w": whole}), torch.bfloat16, torch.device("cpu"), rank, 2).quantised(
+            "w", (64, 128), dim
+        )
         for rank in range(2)
     ]
-    assert torch.equal(torch.cat([s.dequantised() for s in shares if s is not None], dim), whole.dequantised())
+    assert torch.equal(
+        torch.cat([s.dequantised() for s in shares if s is not None], dim), whole.dequantised()
+    )
 
 
 def test_a_cut_through_a_group_is_not_kept() -> None:

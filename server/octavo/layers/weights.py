@@ -41,7 +41,10 @@ class WeightFormat(Protocol):
     def pack(
         self, ops: Ops, weights: Weights, parts: Mapping[str, int], inputs: int, dim: int | None
     ) -> list[PackedWeight]:
-        """Matrices (name: outputs) of ``inputs`` columns stacked, into as few as can be; ``dim`` is cut by rank."""
+        """Matrices (name: outputs) of ``inputs`` columns, stacked into as few as can be.
+
+        ``dim`` is cut by rank.
+        """
 
     def pack_gate_up(
         self, ops: Ops, weights: Weights, gate: str, up: str, shape: tuple[int, int]

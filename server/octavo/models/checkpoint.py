@@ -88,7 +88,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A GGUF file's tensors, dequantised as they are read or kept; Llama's q and k get their own order back."""
+    """A GGUF file's tensors, dequantised as they are read, or kept; Llama's q and k get their order back."""
 
     norms_hold_offset = True
 
@@ -114,7 +114,11 @@ class GGUFCheckpoint(Checkpoint):
 
     def read_quantised(self, name: str) -> QuantisedWeight | None:
         stored = self._tensors[name]
-        if stored.type not in BLOCKS or len(stored.shape) != 2 or stored.shape[1] % BLOCKS[stored.type].numbers:
+        if (
+            stored.type not in BLOCKS
+            or len(stored.shape) != 2
+            or stored.shape[1] % BLOCKS[stored.type].numbers
+        ):
             return None
         parts = [keep(raw, stored.type) for raw in self._chunks(stored)]
         kept = [part for part in parts if part is not None]
@@ -139,11 +143,13 @@ class GGUFCheckpoint(Checkpoint):
             start += len(raw)
         return out
 
-    def _chunks(self, stored: GGUFTensor) -> tuple[Tensor, ...]:
+    def _chunks(self, stored: GGUFTensor) -> Iterator[Tensor]:
         """The bytes of some rows after the other, uint8 [rows, bytes of a row]."""
         rows = _rows(stored)
         raw = torch.frombuffer(self._file.data(stored), dtype=torch.uint8).view(rows, -1)
-        return raw.split(max(1, _CHUNK // (math.prod(stored.shape) // rows)))
+        step = max(1, _CHUNK // (math.prod(stored.shape) // rows))
+        for start in range(0, rows, step):
+            yield raw[start : start + step]
 
 
 def _rows(stored: GGUFTensor) -> int:
@@ -151,5 +157,5 @@ def _rows(stored: GGUFTensor) -> int:
 
 
 def _unpermuted(rows: int, heads: int) -> Tensor:
-    """GGUF keeps Llama's q and k with the halves of each head interleaved: the order that makes them halves."""
+    """GGUF keeps Llama's q and k with the halves of each head interleaved: the order that makes halves."""
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
