@@ -49,6 +49,12 @@ void prepare_x(Matmul& a) {
     }
 }
 
+long task_rows(const Matmul& a) {
+    if (a.x_form == kGroups) return larger(1, smaller(kMatmulRows, 2 * kWideValues / a.weight.k));    // less than half a float
+    if (a.x_form == kWide || a.weight.dtype == kFloat32) return larger(1, kWideValues / a.weight.k);
+    return kMatmulRows;
+}
+
 // Tiles of queries by KV heads; where these are too few to occupy the threads, also pieces of the context.
 void plan_attention(const Attention& a, std::vector<AttentionTask>& plan) {
     plan.clear();
@@ -115,9 +121,8 @@ void attend_split(Attention& a, const std::vector<AttentionTask>& whole) {
 
 void run(Matmul a) {
     prepare_x(a);
-    const bool wide_x = a.x_form == kWide || a.weight.dtype == kFloat32;
-    const long most = wide_x ? larger(1, kWideValues / a.weight.k) : kMatmulRows;
     const auto product = a.x_form == kGroups ? active->quantised_matmul : active->matmul;
+    const long most = task_rows(a);
     const long blocks = ceil_div(a.m, most), rows = ceil_div(a.m, blocks), panels = a.weight.panels();
     const long wanted = ceil_div(pool_threads() * kTasksPerThread, blocks);
     const long pieces = smaller(panels, wanted);
