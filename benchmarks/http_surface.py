@@ -90,12 +90,11 @@ class Served:
             self.signal(signal.SIGSTOP)
 
     def reset(self) -> None:
-        self.admin("/reset_prefix_cache")
-
-    def admin(self, path: str) -> None:
+        """Forget cached prefixes."""
         port = self.private_port if self.kind == "octavo" else self.port
         headers = {"Authorization": f"Bearer {KEY}"}
-        urllib.request.urlopen(urllib.request.Request(self._at(port, path), b"", headers)).read()
+        url = self._at(port, "/reset_prefix_cache")
+        urllib.request.urlopen(urllib.request.Request(url, b"", headers)).read()
 
     def cpu_s(self) -> float:
         """CPU seconds of the process that speaks HTTP, all its threads."""
@@ -136,10 +135,7 @@ async def ask(port: int, ids: list[int], count: int, stream: bool) -> float:
     payload = json.dumps({**body, "stream": stream}).encode()
     began, first = time.perf_counter(), 0.0
     reader, writer = await asyncio.open_connection(LOOPBACK, port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {LOOPBACK}\r\nConnection: close\r\n"
-    writer.write(
-        f"{head}Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n".encode() + payload
-    )
+    writer.write(post(payload))
     status = await reader.readline()
     if b" 200 " not in status:
         raise SystemExit(f"the server answered {status!r}: {(await reader.read())[-500:]!r}")
