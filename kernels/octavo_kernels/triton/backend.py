@@ -185,7 +185,7 @@ class TritonOps:
         return (num_blocks, kv_heads, 2, block_size, head_dim)
 
     def copy_blocks(self, cache: Tensor, src: Tensor, dst: Tensor) -> None:
-        pages = cache.view(torch.uint8) if cache.dtype == FP8 else cache
+        pages = as_bytes(cache)
         pages[dst] = pages[src]
 
     def write_kv(

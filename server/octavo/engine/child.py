@@ -22,7 +22,9 @@ _log = logging.getLogger("octavo.engine")
 
 
 class Child:
-    """Runs ``python -m module``. ``exited`` is called with its exit status, on the loop that made it."""
+    """Runs ``python -m module``, which gets ``frame`` by ``read_frame``. ``exited`` is called with its exit
+    status, on the loop that made it. Raises ``OSError`` where no process can be started.
+    """
 
     def __init__(self, module: str, frame: bytes, exited: Callable[[int], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -43,15 +45,11 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def ended(self) -> bool:
-        return self._process.poll() is not None
-
     def kill(self) -> None:
         self._process.kill()
 
     async def close(self, within_s: float) -> None:
-        """Wait for its end, which was asked for; kill it where that does not come ``within_s`` seconds."""
+        """Wait for its end, which was asked for; kill it where it does not come in ``within_s`` seconds."""
         try:
             await asyncio.to_thread(self._process.wait, within_s)
         except subprocess.TimeoutExpired:
