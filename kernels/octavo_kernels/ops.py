@@ -2,7 +2,8 @@
 
 Shapes use M or T for tokens, N and K for a weight's rows and columns, H and Hkv for query and KV heads, D for
 the head dimension, B for sequences. Tensors may be strided views, but their last dimension is contiguous.
-Activations, weights and the KV cache of one model share one dtype. ``out`` has the result's shape and dtype.
+Activations, weights (but for quantised ones) and the KV cache of one model share one dtype. ``out`` has the
+result's shape and dtype.
 
 Backends whose ``write_kv`` and ``paged_attention`` take ``kv_scale``, (of keys, of values), take a cache of
 float8_e4m3fn as well: it holds what is written over its scale, up to 448, and is read times it.

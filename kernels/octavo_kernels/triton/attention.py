@@ -15,9 +15,8 @@ import triton.language as tl
 
 from octavo_kernels.triton.kv_cache import from_e4m3
 
-LOWEST = tl.constexpr(
-    -1e30
-)  # below every score, but finite: LOWEST - LOWEST is 0 where -inf - -inf is not a number
+# Below every score, but finite: LOWEST - LOWEST is 0 where -inf - -inf is not a number.
+LOWEST = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 

@@ -22,7 +22,7 @@ _WARP_ELEMENTS = 512
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Multiplications and additions may fuse: said outright, since Triton's default is about to change."""
+    """Multiplications and additions may fuse: said outright, so that no release's default decides it."""
     kernel[grid](*arguments, enable_fp_fusion=True, **options)
 
 

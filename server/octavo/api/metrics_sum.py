@@ -22,19 +22,20 @@ def families_of(collected: Iterable[Metric]) -> Families:
 
 class MetricsSum:
     """Remembers what each process told last: what one counted stays in the sums when it is gone, so that no
-    counter ever falls.
+    counter ever falls. Processes go by their numbers as clients of the engine, which are never used again.
     """
 
     def __init__(self) -> None:
-        self._last: dict[int, Families] = {}  # by the process's number
+        self._last: dict[int, Families] = {}  # by the client's number
         self._ended = _Sum()
 
-    def told(self, number: int, families: Families) -> None:
-        self._last[number] = families
+    def told(self, client: int, families: Families) -> None:
+        """In place of what this process told before."""
+        self._last[client] = families
 
-    def ended(self, number: int) -> None:
-        """Another takes this number and counts from nothing."""
-        self._ended.add(self._last.pop(number, []))
+    def ended(self, client: int) -> None:
+        """The process is gone: what it told last is final."""
+        self._ended.add(self._last.pop(client, []))
 
     def text(self, registry: CollectorRegistry) -> bytes:
         """All with what this process's own ``registry`` holds, in Prometheus's format."""

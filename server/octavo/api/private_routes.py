@@ -126,8 +126,8 @@ def private_routes(service: Service, drain: Callable[[], Awaitable[None]]) -> AP
 
     @routes.post("/abort_requests")
     async def abort_requests(request: Request) -> Response:
-        """End the requests whose X-Request-Id is in ``request_ids``, and responses in the background by
-        their own ids too; all of them without a body.
+        """End the requests whose X-Request-Id is in ``request_ids``, responses in the background by their own
+        ids too; all where none are named.
         """
         raw = await read_body(request)
         fields = Fields(parse_object(raw) if raw else {})

@@ -26,9 +26,8 @@ from octavo.prompt.messages import template_messages
 from octavo.prompt.tools.grammar import with_answer
 from octavo.prompt.tools.reading import OutputReading
 
-OFF_LOOP_BYTES = (
-    8192  # a body this long is parsed, rendered and tokenised on a thread: 2,000 tokens, a few ms
-)
+# A body this long is parsed, rendered and tokenised on a thread: 2,000 tokens, a few ms.
+OFF_LOOP_BYTES = 8192
 LONGEST_CUT = 2**17  # tokens of a prompt that is to be truncated; of more not even the end is tokenised
 LONGEST_TIMEOUT_S = 86_400
 LONGEST_REQUEST_ID = 128  # characters; every event of a stream repeats it

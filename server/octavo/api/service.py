@@ -64,9 +64,8 @@ class Service:
         self._grammars = GrammarCompiler()
         self._compiling = asyncio.Lock()  # one at a time, and who waits for it holds no thread
         self.failure: OctavoError | None = None
-        self.open: dict[
-            int, dict[str, Any]
-        ] = {}  # state of requests that are not over, or go on in the background
+        # Of requests that are not over, or go on in the background: the state, by an id that is their own.
+        self.open: dict[int, dict[str, Any]] = {}
         self.draining = False  # from the first moment of a drain
         self.refusing = False  # after its grace
         self.started = False  # became ready once
@@ -291,8 +290,8 @@ class Service:
     # Start
 
     async def start(self, beside: Callable[[Path], Awaitable[None]]) -> None:
-        """Fetch the model, load the prompt assets and the engine beside each other and beside what ``beside``
-        starts with the model's path, wait until requests are taken.
+        """Fetch the model; load the engine and the prompt assets, and await ``beside`` with the model's path,
+        all at the same time; wait until requests are taken.
 
         Raises the ``OctavoError`` that says why that cannot be.
         """

@@ -19,8 +19,8 @@ from octavo.errors import OctavoError, error_body
 DONE = b"data: [DONE]\n\n"  # how streams of OpenAI's older routes end
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients pass over it
 KEEP_ALIVE_S = 15.0  # silence after which one is sent; proxies often end a connection after 30 or 60
+# JSON allows these, but many clients split what they read by Python's ``splitlines``: it ends a line there.
 _LINE_ENDS = [(one.encode(), b"\\u%04x" % ord(one)) for one in "\u0085\u2028\u2029"]
-# JSON allows these, but many clients split what they read by Python's ``splitlines``, which ends a line there
 CLIENT_CLOSED = 499  # nginx's status for a client that left; nobody reads it
 T = TypeVar("T")
 _log = logging.getLogger("octavo.api")

@@ -28,9 +28,8 @@ from octavo.errors import InvalidRequest, OctavoError, Unavailable
 
 EngineState = Literal["loading", "warming", "ready", "draining", "paused", "sleeping", "stalled", "dead"]
 STALL_S = 10.0  # silence after which a ready engine counts as stalled; its heartbeat comes every 0.5 s
-END_STALLED_S = (
-    30.0  # how long a stalled engine may still come back; then those who wait are told, and it is ended
-)
+# How long a stalled engine may still come back; then those who wait are told, and it is ended.
+END_STALLED_S = 30.0
 LONG_STEP_SLACK = 5.0  # a step may take this many times what the engine foretold
 WATCH_S = 0.5  # how often silence is looked at
 LAST_WORDS_S = 0.3  # how long messages of a dead engine are still read: they say why it died
@@ -220,7 +219,7 @@ class EngineClient:
         self.stand(paused=False)
 
     async def sleep(self, level: int) -> None:
-        """End all requests and give back the memory of the KV cache, and of level 2 on of the weights, until
+        """End all requests and give back the memory of the KV cache, at level 2 of the weights too, until
         ``wake_up``.
         """
         self.stand(sleeping=True)

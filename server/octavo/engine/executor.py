@@ -66,7 +66,7 @@ class Executor(Protocol):
         """
 
     def sleep(self, level: int) -> None:
-        """Give back the memory of the KV cache, whatever it holds, and of level 2 on that of the weights too.
+        """Give back the memory of the KV cache, whatever it holds, at level 2 of the weights too.
 
         Level 1 keeps the weights where they are in host memory already. Not while a step runs.
         """

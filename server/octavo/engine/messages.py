@@ -11,7 +11,7 @@ from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats
 from octavo.core.request import Limits
 
 VERSION = 2  # both sides refuse a message of another version
-OWNER = 0  # number of the client that started the engine; it alone may stop it
+OWNER = 0  # number of the client that started the engine; it alone ends it
 ASLEEP = "the engine sleeps: it takes no requests until it is woken up"  # said on both sides
 
 

@@ -34,7 +34,7 @@ class Checkpoint(Protocol):
 
 
 class WeightFormat(Protocol):
-    """How a matrix is kept in memory and multiplied. Later ones keep AWQ, GPTQ or FP8 as is."""
+    """How matrices are kept in memory and multiplied."""
 
     name: str
 
@@ -43,7 +43,7 @@ class WeightFormat(Protocol):
     ) -> list[PackedWeight]:
         """Matrices (name: outputs) of ``inputs`` columns, stacked into as few as can be.
 
-        ``dim`` is cut by rank.
+        Ranks share dimension ``dim`` of [outputs, inputs]; None: each has all of it.
         """
 
     def pack_gate_up(

@@ -5,7 +5,7 @@
 
 namespace octavo {
 
-// A weight packed by pack_panel(). float32: [panel][k][32 columns]; bfloat16: [panel][k / 32][half][k pair][16 columns][2],
+// A weight packed by pack_panels(). float32: [panel][k][32 columns]; bfloat16: [panel][k / 32][half][k pair][16 columns][2],
 // k padded with zeros to a multiple of 32. Quantised: see quantised_pack.cpp; such a weight is (value - zero) * scale +
 // minimum, multiplies bfloat16, and has k in multiples of 32. Columns past n are zero.
 struct Weight {

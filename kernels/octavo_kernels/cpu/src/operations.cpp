@@ -50,7 +50,8 @@ void prepare_x(Matmul& a) {
 }
 
 long task_rows(const Matmul& a) {
-    if (a.x_form == kGroups) return larger(1, smaller(kMatmulRows, 2 * kWideValues / a.weight.k));    // less than half a float
+    // Twice as many quantised values: one takes less than half the bytes of a float.
+    if (a.x_form == kGroups) return larger(1, smaller(kMatmulRows, 2 * kWideValues / a.weight.k));
     if (a.x_form == kWide || a.weight.dtype == kFloat32) return larger(1, kWideValues / a.weight.k);
     return kMatmulRows;
 }

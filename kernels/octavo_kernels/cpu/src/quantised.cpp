@@ -61,7 +61,7 @@ inline Lanes dot(Lanes sums, Quads w, Quads x) {
 
 #endif
 
-// Four values of k, the Q-th of a tile's eight, of the columns from `column` on: see pack_quantised for where they lie.
+// Four values of k, the Q-th of a tile's eight, of the columns from `column` on: see quantised_pack.cpp for where they lie.
 template <int kBits, int Q>
 inline Quads weights_of(const uint8_t* tile, long column) {
     constexpr long kQuadBytes = 4 * kPanel;
