@@ -39,7 +39,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
             if error.param is not None and re.match(rf"(?:{pattern})(?=[.\[]|$)", error.param):
                 whole = re.compile(rf"(?<![\w.])(?:{pattern})(?!\w)")
                 param, message = whole.sub(name, error.param), whole.sub(name, error.message)
-                if isinstance(error, ContextLengthExceeded) and error.param == "prompt":
+                if isinstance(error, ContextLengthExceeded) and error.param in ("prompt", "messages"):
                     message = error.message
                 return type(error)(message, param=param, code=error.code)
         return error
