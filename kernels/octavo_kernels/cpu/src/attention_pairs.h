@@ -22,7 +22,7 @@ struct PairProducts {
             for (int g = 0; g < G; g++) acc[m][g] = zero();
         const char *keys[G], *soon[G], *values[G];
         for (int g = 0; g < G; g++) {
-            const long ahead = row == 0 ? smaller(group + g + 2 * G, t.groups - 1) : group + g;
+            const long ahead = row == 0 ? smaller(group + g + G, t.groups - 1) : group + g;
             keys[g] = reinterpret_cast<const char*>(t.keys[group + g]);
             soon[g] = reinterpret_cast<const char*>(t.keys[ahead]);
             values[g] = reinterpret_cast<const char*>(t.values[group + g]);
