@@ -50,6 +50,8 @@ class ReferenceOps:
     def pack_gate_up(
         self, gate: Tensor | QuantisedWeight, up: Tensor | QuantisedWeight, dtype: torch.dtype
     ) -> PackedWeight:
+        if gate.shape != up.shape:
+            raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} differ in shape")
         i, k = gate.shape
         if isinstance(gate, QuantisedWeight) and isinstance(up, QuantisedWeight):
             return PackedWeight((i, k), dtype, stack([gate, up]), paired=True)

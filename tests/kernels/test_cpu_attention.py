@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from attention_cases import scattered_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,20 +52,6 @@ def cases(draw):
     )
 
 
-def batch_of(rows, block_size):
-    """A batch with the blocks of its sequences shuffled over a cache, and the number of blocks in it."""
-    blocks = [-(-context // block_size) for _, context in rows]
-    order = torch.randperm(sum(blocks) + 2).int()
-    tables = torch.zeros(len(rows), max(blocks), dtype=torch.int32)
-    taken = 0
-    for row, count in enumerate(blocks):
-        tables[row, :count] = order[taken : taken + count]
-        taken += count
-    starts = torch.tensor([0, *(queries for queries, _ in rows)]).cumsum(0).int()
-    lengths = torch.tensor([context for _, context in rows], dtype=torch.int32)
-    return AttentionBatch(starts, lengths, tables, block_size, max(q for q, _ in rows)), len(order)
-
-
 def slots_of(batch, row):
     position = torch.arange(int(batch.seq_lens[row]))
     return (
@@ -97,7 +84,7 @@ def random_sequences(case):
 @given(case=cases())
 def test_attention_equals_the_reference(cpu, reference, case):
     q, keys_values = random_sequences(case)
-    batch, blocks = batch_of(case.rows, case.block_size)
+    batch, blocks = scattered_batch(case.rows, case.block_size)
     options = {"scale": case.dim**-0.5, "window": case.window, "softcap": case.softcap}
     result = cpu.paged_attention(q, fill(cpu, batch, blocks, keys_values, case.dtype), batch, **options)
     wide = [(k.float(), v.float()) for k, v in keys_values]
@@ -119,7 +106,7 @@ def test_a_row_does_not_depend_on_its_chunk_or_its_batch(cpu, context, tail, oth
     rows = [(tail, context), *((1, other) for other in others)]
     case = Case(dtype, 2, 3, 64, 16, rows, window, None, 0)
     q, keys_values = random_sequences(case)
-    batch, blocks = batch_of(rows, 16)
+    batch, blocks = scattered_batch(rows, 16)
     cache = fill(cpu, batch, blocks, keys_values, dtype)
     together = cpu.paged_attention(q, cache, batch, 0.125, window)[tail - 1]
     alone = AttentionBatch(
@@ -133,7 +120,7 @@ def test_what_lies_behind_the_end_of_a_sequence_does_not_matter(cpu):
         rows = [(1, 37), (20, 41), (1, 3)]
         case = Case(dtype, 1, 5, 64, 16, rows, None, None, 0)
         q, keys_values = random_sequences(case)
-        batch, blocks = batch_of(rows, 16)
+        batch, blocks = scattered_batch(rows, 16)
         clean = fill(cpu, batch, blocks, keys_values, dtype)
         dirty = fill(cpu, batch, blocks, keys_values, dtype, filler=float("nan"))
         expected = cpu.paged_attention(q, clean, batch, 0.125)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,8 @@ from torch import Tensor
 from triton import knobs
 
 from octavo_kernels.ops import FP8, AttentionBatch, KernelsUnavailable, PackedWeight
+from octavo_kernels.quantised import QuantisedWeight
+from octavo_kernels.reference import ReferenceOps
 from octavo_kernels.triton import elementwise, kv_cache
 from octavo_kernels.triton.launch import INTERPRETER, Shape, as_bytes, decode, launch, mixed, warps
 from octavo_kernels.triton.tables import is_tuned
@@ -29,8 +30,10 @@ _TILE = 2048
 """Elements of a program of the elementwise kernels, about: 16 for each lane of 4 warps."""
 
 
-class TritonOps:
+class TritonOps(ReferenceOps):
     """Triton kernels for one GPU architecture; with TRITON_INTERPRET=1 the same kernels on CPU tensors.
+
+    Weights and pages lie as the reference has them; plain weights only.
 
     ``arch`` is "sm_90", "gfx942" ...: by default the current device's. Raises KernelsUnavailable
     without one, or without what Triton needs beside it.
@@ -44,15 +47,15 @@ class TritonOps:
         if not is_tuned(self.isa) and self.isa != INTERPRETER:
             log.warning("no table of tiles for %s: its kernels use those for any GPU", self.isa)
 
-    def set_num_threads(self, n: int) -> None:
-        torch.set_num_threads(n)
+    def pack(self, weight: Tensor | QuantisedWeight, dtype: torch.dtype) -> PackedWeight:
+        _refuse_quantised(weight)
+        return super().pack(weight, dtype)
 
-    def record(self, forward: Callable[[], None]) -> None:
-        return None
-
-    def pack(self, weight: Tensor, dtype: torch.dtype) -> PackedWeight:
-        n, k = weight.shape
-        return PackedWeight((n, k), dtype, weight.to(dtype).contiguous())
+    def pack_gate_up(
+        self, gate: Tensor | QuantisedWeight, up: Tensor | QuantisedWeight, dtype: torch.dtype
+    ) -> PackedWeight:
+        _refuse_quantised(gate, up)
+        return super().pack_gate_up(gate, up, dtype)
 
     def matmul(
         self,
@@ -71,15 +74,6 @@ class TritonOps:
         if bias is None:
             return torch.mm(x, w.data.t(), out=out)
         return torch.addmm(bias, x, w.data.t(), out=out)
-
-    def lookup(self, w: PackedWeight, rows: Tensor, out: Tensor) -> Tensor:
-        return torch.index_select(w.data, 0, rows, out=out)
-
-    def pack_gate_up(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> PackedWeight:
-        if gate.shape != up.shape:
-            raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} differ in shape")
-        i, k = gate.shape
-        return PackedWeight((i, k), dtype, torch.cat([gate, up]).to(dtype).contiguous(), paired=True)
 
     def gate_up(
         self, x: Tensor, w: PackedWeight, activation: str = "silu", out: Tensor | None = None
@@ -178,12 +172,6 @@ class TritonOps:
             num_warps=warps(heads * tile),
         )
 
-    def kv_cache_shape(
-        self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int
-    ) -> tuple[int, ...]:
-        """The reference's: the keys, then the values, of one head and block are contiguous."""
-        return (num_blocks, kv_heads, 2, block_size, head_dim)
-
     def copy_blocks(self, cache: Tensor, src: Tensor, dst: Tensor) -> None:
         pages = as_bytes(cache)
         pages[dst] = pages[src]
@@ -233,6 +221,11 @@ class TritonOps:
         alone = batch.max_query_len == 1 and q.shape[0] == batch.seq_lens.shape[0]
         (decode if alone else mixed)(shape, q, cache, batch, scales, out)
         return out
+
+
+def _refuse_quantised(*weights: Tensor | QuantisedWeight) -> None:
+    if any(isinstance(weight, QuantisedWeight) for weight in weights):
+        raise TypeError("the triton kernels take no quantised weights: dequantise them first")
 
 
 def _architecture() -> str:

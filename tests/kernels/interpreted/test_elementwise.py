@@ -5,6 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo_kernels import QuantisedWeight
+
 few = settings(max_examples=15, deadline=None)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 # float32: the same formula in another order. Half precision: one step of the dtype's last place, relative.
@@ -107,3 +109,11 @@ def test_products_equal_the_reference_in_a_given_place(ops, reference, dtype, bi
     torch.testing.assert_close(ops.matmul(x, packed, None, b, out_dtype), out)
     rows = torch.tensor([3, 11, 3])
     assert torch.equal(ops.lookup(packed, rows, torch.empty(3, 30, dtype=dtype)), w[rows])
+
+
+def test_quantised_weights_are_refused(ops):
+    values = torch.zeros(4, 32, dtype=torch.uint8)
+    weight = QuantisedWeight(4, 8, values, torch.ones(4, 1).half())
+    for pack in (ops.pack, lambda one, dtype: ops.pack_gate_up(one, one, dtype)):
+        with pytest.raises(TypeError, match="no quantised weights"):
+            pack(weight, torch.bfloat16)
