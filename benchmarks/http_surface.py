@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workloads import MAX_MODEL_LEN, MAX_NUM_SEQS, Engine, for_vllm
+from workloads import MAX_MODEL_LEN, MAX_NUM_SEQS, Engine, Group, for_vllm
 
 from octavo.child_process import LOOPBACK, free_ports, octavo_command
 from octavo.fetch import fetch
@@ -38,7 +38,7 @@ KEY = "private"
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
-class Served:
+class Served(Group):
     """A server of one kind as a process (group) of its own, stopped while it rests."""
 
     def __init__(self, kind: str, python: str, model: str, cache_gib: float, log: Path) -> None:
@@ -67,7 +67,7 @@ class Served:
         command += [f"--max-model-len={MAX_MODEL_LEN}", f"--max-num-seqs={MAX_NUM_SEQS}"]
         with log.open("w") as out:
             self._process = subprocess.Popen(
-                command, stdout=out, stderr=out, start_new_session=True, env=environment
+                command, stdout=out, stderr=out, text=True, start_new_session=True, env=environment
             )
 
     def load(self) -> None:
@@ -106,14 +106,6 @@ class Served:
         return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * os.sysconf(
             "SC_PAGE_SIZE"
         )
-
-    def close(self) -> None:
-        self.signal(signal.SIGKILL)
-        self._process.wait()
-
-    def signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
 
     @staticmethod
     def _at(port: int, path: str) -> str:

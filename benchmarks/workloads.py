@@ -43,7 +43,21 @@ class EngineEnded(Exception):
     """The child process is gone; the text says what it said last."""
 
 
-class Engine:
+class Group:
+    """A process and its children, which can be stopped while others work."""
+
+    _process: subprocess.Popen[str]
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def close(self) -> None:
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+
+
+class Engine(Group):
     """A child process with one engine, stopped while it rests."""
 
     def __init__(self, kind: str, python: str, model: str, cache_gib: float, log: Path) -> None:
@@ -75,16 +89,16 @@ class Engine:
         """Wait until the model is loaded, then rest."""
         self.version = self._answer()["ready"]
         self.ready_s = time.perf_counter() - self._began
-        self._signal(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
 
     def run(self, work: list[list[Any]]) -> float:
         """Output tokens a second for one pass over ``work``."""
         assert self._process.stdin is not None
-        self._signal(signal.SIGCONT)
+        self.signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps(work) + "\n")
         self._process.stdin.flush()
         answer = self._answer()
-        self._signal(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
         expected = sum(count for _, count in work)
         if answer["tokens"] != expected:
             raise SystemExit(f"{self.kind} made {answer['tokens']} tokens of {expected}")
@@ -98,14 +112,6 @@ class Engine:
             if _session(status) == self._process.pid
         ]
         return sum(sizes)
-
-    def close(self) -> None:
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

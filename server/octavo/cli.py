@@ -38,13 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args[0] not in COMMANDS:
             raise ConfigError(f"unknown command {args[0]!r}: choose one of {', '.join(COMMANDS)}")
-        return _run(*COMMANDS[args[0]], args)
+        place, _, extra = COMMANDS[args[0]]
+        return _run(place, extra, args)
     except OctavoError as error:
         print(f"octavo: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def _run(place: str, _text: str, extra: str, args: list[str]) -> int:
+def _run(place: str, extra: str, args: list[str]) -> int:
     module, _, function = place.partition(":")
     try:
         return int(getattr(importlib.import_module(module), function)(args[1:]))

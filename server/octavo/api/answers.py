@@ -204,13 +204,15 @@ class ChatAnswer(_Answer):
 
     def first_chunks(self) -> Iterator[dict[str, Any]]:
         for index in range(len(self._choices)):
-            for delta in ({"role": "assistant", "content": ""}, {"content": self._echo}):
-                choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                chunk = self._chunk([choice])
-                if "role" in delta and self._request.return_token_ids:
-                    chunk["prompt_token_ids"] = self._request.prompts[0]
-                if "role" in delta or self._echo:
-                    yield chunk
+            chunk = self._unfinished(index, {"role": "assistant", "content": ""})
+            if self._request.return_token_ids:
+                chunk["prompt_token_ids"] = self._request.prompts[0]
+            yield chunk
+            if self._echo:
+                yield self._unfinished(index, {"content": self._echo})
+
+    def _unfinished(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         whole = super().whole(usage)

@@ -13,12 +13,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.api.errors import InternalFault, Unauthorized, error_response
 from octavo.api.generation import Generation
+from octavo.api.requests import LONGEST_REQUEST_ID
 from octavo.api.service import Service
 from octavo.api_keys import ApiKeys, sent_key
 
 OPEN_PATHS = frozenset(["/", "/health", "/live", "/ready", "/startup", "/ping", "/metrics"])
 _KEY_HEADERS = (b"authorization", b"x-api-key")
-_MAX_REQUEST_ID = 128  # characters of a client's X-Request-Id that are echoed
 _log = logging.getLogger("octavo.api")
 _access_log = logging.getLogger("octavo.access")
 _encoder = msgspec.json.Encoder()
@@ -128,6 +128,6 @@ def _request_id(sent: bytes | None) -> str:
     """The client's own, if it can stand in a header; else a new one."""
     if sent:
         text = sent.decode("latin-1")
-        if len(text) <= _MAX_REQUEST_ID and text.isascii() and text.isprintable():
+        if len(text) <= LONGEST_REQUEST_ID and text.isascii() and text.isprintable():
             return text
     return uuid.uuid4().hex
