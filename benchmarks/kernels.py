@@ -1,10 +1,11 @@
-"""Speed of the C++ kernels beside torch and beside the machine's memory, measured in one run.
+"""Speed of the C++ kernels beside torch and beside the machine's limits, measured in one run.
 
     python benchmarks/kernels.py [--threads N] [--rounds N] [--layers N] [--only PART]
 
 The shapes are SmolLM2-135M's in bfloat16. A round passes over all layers' matrices and the head, 270 MB,
-so they come from memory. In each round a plain read of as many bytes, ours and torch's take turns, and
-medians are compared: on a shared machine times move, their ratios less so. ``paging`` sets attention over
+so they come from memory. In each round a plain read of as many bytes, multiplications in registers (the
+peak of a product), ours and torch's take turns, and medians are compared: on a shared machine times move,
+their ratios less so. ``paging`` sets attention over
 scattered blocks of 16 tokens against the same kernel over the same blocks in order, and over one block a
 sequence, contiguous memory; and against torch over contiguous memory.
 """
@@ -62,6 +63,16 @@ def reader(size: int) -> Callable[[], object]:
     return lambda: read(memory.data_ptr(), memory.numel())
 
 
+def multiplier() -> tuple[Callable[[], object], int]:
+    """Multiplies bfloat16 in registers with every thread for about 10 ms; and the operations of one run."""
+    multiply = open_library().long.multiply
+    bfloat16, steps = 1, 1000
+    start = time.perf_counter()
+    operations = multiply(bfloat16, steps)
+    steps = round(steps * 0.01 / (time.perf_counter() - start))
+    return partial(multiply, bfloat16, steps), operations * steps // 1000
+
+
 def random(n: int, k: int) -> Tensor:
     return (torch.randn(n, k) * k**-0.5).to(DTYPE)
 
@@ -103,15 +114,20 @@ class Model:
 def products(ops: Ops, layers: int, rounds: int) -> None:
     model = Model(ops, layers)
     size = model.parameters * 2
+    head = model.plain_head.numel()
+    multiply, operations = multiplier()
     print(f"products: matrices of {layers} layers and the head, {size / 1e6:.0f} MB")
     for m in (1, 2, 4, 8, 16, 32, 64, 256, 512):
         x, wide = torch.randn(m, HIDDEN).to(DTYPE), torch.randn(m, INTERMEDIATE).to(DTYPE)
-        read, ours, torchs = medians(
-            rounds, reader(size), partial(model.ours, ops, x, wide), partial(model.torchs, x, wide)
+        read, multiplied, ours, torchs = medians(
+            rounds, reader(size), multiply, partial(model.ours, ops, x, wide), partial(model.torchs, x, wide)
         )
+        peak = operations / multiplied
+        needed = 2 * (m * (model.parameters - head) + min(m, HEAD_ROWS) * head)
         print(
             f"  M {m:4}: {ours * 1e3:8.2f} ms; torch's time is {torchs / ours:5.2f} of it;"
-            f" {read / ours:4.0%} of the read limit ({size / read / 1e9:.1f} GB/s)"
+            f" {read / ours:4.0%} of the read limit ({size / read / 1e9:.1f} GB/s),"
+            f" {needed / ours / peak:4.0%} of the peak ({peak / 1e12:.2f} TFLOP/s)"
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from octavo_kernels.ops import KernelsUnavailable
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-INTERFACE = 4
+INTERFACE = 5
 """Of the C functions below; the library has the same number (octavo_interface)."""
 INSTRUCTION_SETS = ("amx", "avx512", "avx2")
 
@@ -56,6 +56,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "replay": (None, [c_void_p, c_long, c_long]),
     "forget": (None, [c_void_p]),
     "read": (ctypes.c_uint64, [c_void_p, c_long]),
+    "multiply": (c_long, [c_int, c_long]),
 }
 
 

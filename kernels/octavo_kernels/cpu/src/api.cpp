@@ -23,7 +23,7 @@ CacheLayout layout_of(void* data, long kv_heads, long block_size, long token_ele
 using namespace octavo;
 
 // Changes with the functions below, so that Python does not call into a library that was built from other sources.
-OCTAVO_API int octavo_interface() { return 4; }
+OCTAVO_API int octavo_interface() { return 5; }
 
 // Choose the instruction set: by name, or the best for null. Returns its name, null where it is not supported.
 OCTAVO_API const char* octavo_start(const char* isa) {
@@ -118,4 +118,15 @@ OCTAVO_API uint64_t octavo_read(const void* data, long bytes) {
         checksum ^= sum[0];
     });
     return checksum;
+}
+
+// Multiply in registers with every thread, `steps` times in each of its tasks, for benchmarks: the limit (peak) of a product
+// that does not wait for memory. Returns the floating-point operations done.
+OCTAVO_API long octavo_multiply(int dtype, long steps) {
+    static std::atomic<long> operations;
+    operations = 0;
+    parallel(pool_threads() * kTasksPerThread, 1, [dtype, steps](long t0, long t1) {
+        operations += active->multiply_registers(dtype, (t1 - t0) * steps);
+    });
+    return operations;
 }

@@ -181,6 +181,7 @@ struct Kernels {
     void (*attend)(const Attention&, const AttentionTask&);
     // Merge the partial results of a split task, which covered chunks task.chunk_begin to task.chunk_end.
     void (*merge)(const Attention&, const AttentionTask&);
+    long (*multiply_registers)(int dtype, long steps);    // see peak.h
 };
 
 

@@ -3,6 +3,7 @@
 #include "cache.h"
 #include "matmul.h"
 #include "norm.h"
+#include "peak.h"
 #include "quantised.h"
 #include "rotary.h"
 
@@ -26,10 +27,10 @@ XForm x_form(const Matmul& a) {
 
 #if defined(__AMX_BF16__)
 const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), amx::tile_matmul, x_form, widen, quantised_matmul, quantise,
-                    norm, rotary, write_kv, amx::tile_attend, merge};
+                    norm, rotary, write_kv, amx::tile_attend, merge, multiply_registers};
 #else
 const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), matmul, x_form, widen, quantised_matmul, quantise, norm, rotary, write_kv,
-                    attend, merge};
+                    attend, merge, multiply_registers};
 #endif
 
 }  // namespace
