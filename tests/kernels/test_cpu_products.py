@@ -79,6 +79,19 @@ def test_a_row_does_not_depend_on_the_batch_it_is_in(cpu, rows, row, n, k, dtype
     assert torch.equal(together, cpu.matmul(x[row : row + 1], packed, out_dtype=torch.float32)[0])
 
 
+@pytest.mark.parametrize("rows", [64, 100, 610])
+@pytest.mark.parametrize("k", [200, 576, 1536])
+def test_rows_of_a_long_prompt_equal_those_of_a_short_one(cpu, rows, k):
+    x = tensor(0, rows, k, dtype=torch.bfloat16)
+    gate, up = (tensor(i, 200, k, dtype=torch.bfloat16, scale=k**-0.5) for i in (1, 2))
+    packed, pair = cpu.pack(gate, torch.bfloat16), cpu.pack_gate_up(gate, up, torch.bfloat16)
+    product, gated = cpu.matmul(x, packed, out_dtype=torch.float32), cpu.gate_up(x, pair)
+    for first in range(0, rows, 17):
+        few = x[first : first + 17]
+        assert torch.equal(product[first : first + 17], cpu.matmul(few, packed, out_dtype=torch.float32))
+        assert torch.equal(gated[first : first + 17], cpu.gate_up(few, pair))
+
+
 def test_extreme_gates_do_not_overflow(cpu):
     x = torch.eye(4)
     gate = torch.diag(torch.tensor([-200.0, 200.0, -20.0, 0.0]))

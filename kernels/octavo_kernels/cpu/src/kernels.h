@@ -84,6 +84,13 @@ struct Matmul {
     void* out;             // [m, n]
     long out_stride;
     int out_dtype;
+    long next_panels;      // from the first panel of a task to that of the task that its thread is likely to take next
+};
+
+// How a product is cut into tasks.
+struct TaskSize {
+    long rows;
+    long least_panels, most_panels;    // where there are as many
 };
 
 struct Norm {
@@ -172,6 +179,7 @@ struct Kernels {
     // Panels [panel_begin, panel_end) of rows [row_begin, row_end).
     void (*matmul)(const Matmul&, long panel_begin, long panel_end, long row_begin, long row_end);
     XForm (*x_form)(const Matmul&);    // that matmul wants for this product
+    TaskSize (*task_size)(const Matmul&);    // for x in that form
     void (*widen)(const bf16* x, long x_stride, long k, float* out, long out_stride, long rows);
     void (*quantised_matmul)(const Matmul&, long panel_begin, long panel_end, long row_begin, long row_end);
     void (*quantise)(const Matmul&, QuantGroup* out, long row_begin, long row_end);

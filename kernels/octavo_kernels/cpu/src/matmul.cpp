@@ -17,6 +17,8 @@ constexpr int kWholeRows = kWidth == 16 ? 12 : 2;
 // How far ahead of their use weights that are read once are asked for. In runs of a whole tile: asked for line by line,
 // between the products, they come at half the rate.
 constexpr long kAskBytes = 8192;
+constexpr long kTaskRows = 256;          // rows of one task,
+constexpr long kWideValues = 1 << 16;    // or as many as hold so many values of float32 x: what stays in the L2 cache
 
 // Weights to ask for while others are multiplied: so many cache lines with each kTileK values of k.
 struct Ahead {
@@ -156,6 +158,14 @@ void matmul(const Matmul& a, long p0, long p1, long r0, long r1) {
 #else
     panel_matmul<float, bf16>(a, p0, p1, r0, r1);
 #endif
+}
+
+TaskSize task_size(const Matmul& a) {
+    long most = kTaskRows;
+    // Twice as many quantised values: one takes less than half the bytes of a float.
+    if (a.x_form == kGroups) most = smaller(kTaskRows, 2 * kWideValues / a.weight.k);
+    else if (a.x_form == kWide || a.weight.dtype == kFloat32) most = kWideValues / a.weight.k;
+    return {ceil_div(a.m, ceil_div(a.m, larger(1, most))), 1, a.weight.panels()};
 }
 
 void widen(const bf16* x, long x_stride, long k, float* out, long out_stride, long rows) {

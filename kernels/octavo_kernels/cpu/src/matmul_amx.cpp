@@ -11,25 +11,23 @@ namespace {
 constexpr long kTileRows = 16;
 constexpr long kTileBytes = 1024;
 constexpr long kPanelTileBytes = 2 * kTileBytes;    // both halves of a panel, 32 values of k
+constexpr long kBlockRows = 2 * kTileRows;
+constexpr long kBlockSums = kBlockRows * kPanel;
 // While rows are few, the weights stream from memory: how far ahead of use they are asked for.
 constexpr long kPrefetchBytes = 2048;
-constexpr long kStreamRows = 32;
-// Rows that share one pass over a panel, and tiles of k in one pass: a panel's part and its sums stay in the L1 cache.
-constexpr long kBlockRows = 256;
-constexpr long kBlockTiles = 12;
+// A block of many rows is multiplied part after part of k: its part of x stays in the L1 cache, with room for a panel's part
+// and the sums, while the panels of the task pass.
+constexpr long kPartTiles = 9;
+// The panels and the rows of a task stay in the L2 cache while the blocks pass. With fewer panels than the least, a block's
+// x would be brought to the L1 cache for too little work.
+constexpr long kLeastPanels = 4;
+constexpr long kTaskPanelBytes = 400 << 10;
+constexpr long kTaskRowBytes = 800 << 10;
 
 inline void prefetch_tiles(const char* w) {
 #pragma GCC unroll 32
     for (int line = 0; line < kPanelTileBytes / 64; line++)
         _mm_prefetch(w + kPrefetchBytes + line * 64, _MM_HINT_T0);
-}
-
-// Ask for the lines of the output that a block will write, so that they come while its products are computed.
-void prefetch_output(const Matmul& a, long panel, long row, long rows) {
-    const long columns = a.weight.paired ? kHalfPanel : kPanel, size = a.out_dtype == kFloat32 ? 4 : 2;
-    const char* out = static_cast<const char*>(a.out) + (row * a.out_stride + panel * columns) * size;
-    for (long r = 0; r < rows; r++, out += a.out_stride * size)
-        for (long byte = 0; byte < columns * size; byte += 64) __builtin_prefetch(out + byte, 1);
 }
 
 // Tiles 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 the two halves of a panel.
@@ -57,10 +55,36 @@ void multiply_few(const char* x, long stride, const char* w, long tiles, float* 
     _tile_stored(1, sums + kHalfPanel, kPanel * 4);
 }
 
-// 17 to 32 rows: two tiles of rows by the two halves of the panel. Where `ahead` is given, so many lines of it (the next
-// panel) are asked for with each tile of k; else the panel itself, a little ahead of its use.
-void multiply_block(const char* x, long stride, const char* w, long tiles, bool first, float* sums, const char* ahead,
-                    long ahead_lines) {
+// Weights that are wanted later, asked for a share with each tile of k.
+struct Ahead {
+    const char* next;
+    long lines, share;
+
+    void ask() {
+        for (long i = 0; i < share && lines > 0; i++, lines--, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+    }
+};
+
+// The sums of a block, finished a few rows at a time while the tiles multiply the next: the vector units have nothing
+// else to do then.
+struct Unfinished {
+    const Matmul& product;
+    const float* sums = nullptr;
+    long panel = 0, row = 0, rows = 0;
+
+    void finish_rows(long count) {
+        count = smaller(count, rows);
+        if (count == 0) return;
+        finish(product, sums, panel, row, count);
+        sums += count * kPanel;
+        row += count;
+        rows -= count;
+    }
+};
+
+// 17 to 32 rows: two tiles of rows by the two halves of the panel. Begins with zeros, or goes on with the sums.
+void multiply_block(const char* x, long stride, const char* w, long tiles, bool first, float* sums, Ahead& ahead,
+                    Unfinished& before) {
     const char* lower = x + kTileRows * stride;
     float* lower_sums = sums + kTileRows * kPanel;
     if (first) {
@@ -74,12 +98,10 @@ void multiply_block(const char* x, long stride, const char* w, long tiles, bool 
         _tile_loadd(2, lower_sums, kPanel * 4);
         _tile_loadd(3, lower_sums + kHalfPanel, kPanel * 4);
     }
+    const long finished = ceil_div(before.rows, tiles);
     for (long t = 0; t < tiles; t++, x += 64, lower += 64, w += kPanelTileBytes) {
-        if (ahead) {
-            for (long line = 0; line < ahead_lines; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
-        } else {
-            prefetch_tiles(w);
-        }
+        if (ahead.share > 0) ahead.ask();
+        else prefetch_tiles(w);
         _tile_loadd(4, x, stride);
         _tile_loadd(6, w, 64);
         _tile_loadd(5, lower, stride);
@@ -88,6 +110,7 @@ void multiply_block(const char* x, long stride, const char* w, long tiles, bool 
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
+        before.finish_rows(finished);
     }
     _tile_stored(0, sums, kPanel * 4);
     _tile_stored(1, sums + kHalfPanel, kPanel * 4);
@@ -95,49 +118,82 @@ void multiply_block(const char* x, long stride, const char* w, long tiles, bool 
     _tile_stored(3, lower_sums + kHalfPanel, kPanel * 4);
 }
 
-// One panel by up to kBlockRows rows. `row` counts from the start of the output.
-void multiply_panel(const Matmul& a, long panel, long row, long rows, float* sums) {
-    const long stride = a.x_stride * 2, tiles = ceil_div(a.weight.k, kTileK);
-    const char* x = static_cast<const char*>(a.x) + row * stride;
-    const char* w = static_cast<const char*>(a.weight.data) + panel * a.weight.panel_elements() * 2;
-    const long parts = rows <= kStreamRows ? 1 : ceil_div(tiles, kBlockTiles);
-    const long part_tiles = ceil_div(tiles, parts);
-    const long full = rows / (2 * kTileRows), rest = rows % (2 * kTileRows);
-    if (full > 0) configure(kTileRows, kTileRows);
-    const char* ahead = full > 1 ? w + a.weight.panel_elements() * 2 : nullptr;
-    const long ahead_lines = full > 1 ? ceil_div(kPanelTileBytes / 64, full) : 0;
-    for (long t = 0; full > 0 && t < tiles; t += part_tiles) {
-        const long count = smaller(part_tiles, tiles - t);
-        for (long b = 0; b < full; b++) {
-            const char* block = x + b * 2 * kTileRows * stride + t * 64;
-            float* block_sums = sums + b * 2 * kTileRows * kPanel;
-            if (t + part_tiles >= tiles) prefetch_output(a, panel, row + b * 2 * kTileRows, 2 * kTileRows);
-            multiply_block(block, stride, w + t * kPanelTileBytes, count, t == 0, block_sums, ahead, ahead_lines);
-            if (ahead) ahead += count * ahead_lines * 64;
-        }
+struct Operands {
+    const char* x;        // of the first row
+    const char* w;        // of the first panel
+    long stride, tiles, panel_bytes;
+
+    Operands(const Matmul& a, long panel, long row)
+        : x(static_cast<const char*>(a.x) + row * a.x_stride * 2),
+          w(static_cast<const char*>(a.weight.data) + panel * a.weight.panel_bytes()),
+          stride(a.x_stride * 2),
+          tiles(ceil_div(a.weight.k, kTileK)),
+          panel_bytes(a.weight.panel_bytes()) {}
+};
+
+// At most 32 rows: each panel is read once.
+void multiply_stream(const Matmul& a, long p0, long p1, long row, long rows) {
+    Operands at(a, p0, row);
+    alignas(64) float sums[kBlockSums];
+    Ahead nothing{nullptr, 0, 0};
+    Unfinished none{a};
+    if (rows <= kTileRows) configure(rows, rows);
+    else configure(kTileRows, rows - kTileRows);
+    for (long p = p0; p < p1; p++, at.w += at.panel_bytes) {
+        if (rows <= kTileRows) multiply_few(at.x, at.stride, at.w, at.tiles, sums);
+        else multiply_block(at.x, at.stride, at.w, at.tiles, true, sums, nothing, none);
+        finish(a, sums, p, row, rows);
     }
-    if (rest > 0) {
-        x += full * 2 * kTileRows * stride;
-        float* rest_sums = sums + full * 2 * kTileRows * kPanel;
-        if (rest <= kTileRows) {
-            configure(rest, rest);
-            multiply_few(x, stride, w, tiles, rest_sums);
-        } else {
-            configure(kTileRows, rest - kTileRows);
-            multiply_block(x, stride, w, tiles, true, rest_sums, nullptr, 0);
+}
+
+// Many rows, a multiple of 32.
+void multiply_blocks(const Matmul& a, long p0, long p1, long r0, long r1) {
+    const Operands at(a, p0, r0);
+    const long parts = ceil_div(at.tiles, kPartTiles);
+    const long panels = a.weight.panels();
+    const long next = smaller(p0 + a.next_panels, panels), next_end = smaller(p1 + a.next_panels, panels);
+    Ahead ahead{at.w + (next - p0) * at.panel_bytes, (next_end - next) * at.panel_bytes / 64,
+                ceil_div(kPanelTileBytes / 64 * kBlockRows, r1 - r0)};
+    Unfinished before{a};
+    float* sums = thread_scratch((p1 - p0) * kBlockSums);
+    configure(kTileRows, kTileRows);
+    for (long row = r0; row < r1; row += kBlockRows)
+        for (long part = 0; part < parts; part++) {
+            const long begin = at.tiles * part / parts, end = at.tiles * (part + 1) / parts;
+            const char* x = at.x + (row - r0) * at.stride + begin * 64;
+            const char* w = at.w + begin * kPanelTileBytes;
+            float* block = sums;
+            for (long p = p0; p < p1; p++, w += at.panel_bytes, block += kBlockSums) {
+                multiply_block(x, at.stride, w, end - begin, part == 0, block, ahead, before);
+                if (part == parts - 1) {
+                    before.sums = block;
+                    before.panel = p;
+                    before.row = row;
+                    before.rows = kBlockRows;
+                }
+            }
         }
-    }
-    finish(a, sums, panel, row, rows);
+    before.finish_rows(kBlockRows);
 }
 
 }  // namespace
 
 void tile_matmul(const Matmul& a, long p0, long p1, long r0, long r1) {
     if (a.weight.dtype == kFloat32) return matmul(a, p0, p1, r0, r1);
-    alignas(64) float sums[kBlockRows * kPanel];
-    for (long r = r0; r < r1; r += kBlockRows)
-        for (long p = p0; p < p1; p++) multiply_panel(a, p, r, smaller(kBlockRows, r1 - r), sums);
+    const long whole = (r1 - r0) / kBlockRows * kBlockRows;
+    if (whole > kBlockRows) {
+        multiply_blocks(a, p0, p1, r0, r0 + whole);
+        r0 += whole;
+    }
+    for (; r0 < r1; r0 += kBlockRows) multiply_stream(a, p0, p1, r0, smaller(kBlockRows, r1 - r0));
     _tile_release();
+}
+
+TaskSize tile_task_size(const Matmul& a) {
+    if (a.weight.dtype != kBFloat16 || a.m <= kBlockRows) return task_size(a);
+    const long most = larger(1, kTaskRowBytes / (a.weight.k * 2) / kBlockRows) * kBlockRows;
+    const long rows = round_up(ceil_div(a.m, ceil_div(a.m, most)), kBlockRows);
+    return {rows, kLeastPanels, larger(kLeastPanels, kTaskPanelBytes / a.weight.panel_bytes())};
 }
 
 }  // namespace amx

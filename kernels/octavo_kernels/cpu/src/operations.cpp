@@ -10,8 +10,6 @@ const Kernels* active = nullptr;
 
 namespace {
 
-constexpr long kMatmulRows = 256;        // rows of one matmul task,
-constexpr long kWideValues = 1 << 16;    // or as many as hold so many values of float32 x: what stays in the L2 cache
 constexpr long kAttentionRows = 96;    // query rows (tokens times heads a KV head) of one attention task
 constexpr size_t kPartialFloats = size_t(16) << 20;    // partial results of attention kept at once
 
@@ -47,13 +45,6 @@ void prepare_x(Matmul& a) {
         a.x = narrow.data();
         a.x_stride = whole;
     }
-}
-
-long task_rows(const Matmul& a) {
-    // Twice as many quantised values: one takes less than half the bytes of a float.
-    if (a.x_form == kGroups) return larger(1, smaller(kMatmulRows, 2 * kWideValues / a.weight.k));
-    if (a.x_form == kWide || a.weight.dtype == kFloat32) return larger(1, kWideValues / a.weight.k);
-    return kMatmulRows;
 }
 
 // Tiles of queries by KV heads; where these are too few to occupy the threads, also pieces of the context.
@@ -123,10 +114,12 @@ void attend_split(Attention& a, const std::vector<AttentionTask>& whole) {
 void run(Matmul a) {
     prepare_x(a);
     const auto product = a.x_form == kGroups ? active->quantised_matmul : active->matmul;
-    const long most = task_rows(a);
-    const long blocks = ceil_div(a.m, most), rows = ceil_div(a.m, blocks), panels = a.weight.panels();
-    const long wanted = ceil_div(pool_threads() * kTasksPerThread, blocks);
-    const long pieces = smaller(panels, wanted);
+    const TaskSize size = active->task_size(a);
+    const long threads = pool_threads(), rows = size.rows, blocks = ceil_div(a.m, rows), panels = a.weight.panels();
+    const long wanted = ceil_div(threads * kTasksPerThread, blocks);
+    const long most = larger(1, panels / size.least_panels), least = ceil_div(panels, size.most_panels);
+    const long pieces = larger(least, smaller(most, wanted));
+    a.next_panels = panels * threads / pieces;
     struct Job {
         const Matmul& a;
         long rows, panels, pieces;

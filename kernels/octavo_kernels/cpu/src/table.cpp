@@ -26,11 +26,11 @@ XForm x_form(const Matmul& a) {
 }
 
 #if defined(__AMX_BF16__)
-const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), amx::tile_matmul, x_form, widen, quantised_matmul, quantise,
-                    norm, rotary, write_kv, amx::tile_attend, merge, multiply_registers};
+const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), amx::tile_matmul, x_form, amx::tile_task_size, widen,
+                    quantised_matmul, quantise, norm, rotary, write_kv, amx::tile_attend, merge, multiply_registers};
 #else
-const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), matmul, x_form, widen, quantised_matmul, quantise, norm, rotary, write_kv,
-                    attend, merge, multiply_registers};
+const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), matmul, x_form, task_size, widen, quantised_matmul, quantise, norm, rotary,
+                    write_kv, attend, merge, multiply_registers};
 #endif
 
 }  // namespace
