@@ -114,6 +114,16 @@ def test_an_admin_call_is_answered_to_who_made_it(engine, run):
     run(scenario())
 
 
+def test_only_the_owner_ends_the_engine(engine, run, request_of):
+    async def scenario():
+        async with engine() as owner, attached(owner) as (client, _):
+            client._send(messages.Shutdown())
+            assert (await collect(client.submit([request_of("theirs")])))[1] == {"theirs": "length"}
+            assert (await collect(owner.submit([request_of("owners")])))[1] == {"owners": "length"}
+
+    run(scenario())
+
+
 def test_the_queue_has_one_bound_for_all_clients(engine, run, request_of):
     async def scenario():
         limits = {"max_queue": 1, "max_num_seqs": 1}

@@ -197,6 +197,15 @@ def test_a_truncated_output_ends_with_what_was_there(
                 assert whole.arguments[index].startswith(arguments)
 
 
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_closing_marker_that_was_cut_off_is_no_text(name: str) -> None:
+    for writer in WRITERS[name]:
+        text = writer([("get_weather", {"city": "Rome"})])
+        ends = [seen for seen in (read(name, [text[:end]]) for end in range(len(text))) if seen.complete]
+        assert [seen.content for seen in ends] == [""] * len(ends)
+        assert ends or text.endswith(("}", ")", "</function>"))  # of the call itself
+
+
 @pytest.mark.parametrize("value", ["42", "true", "null", "[1]", '{"a":{}}', '"x"', "{}"])
 def test_the_last_brace_of_a_hermes_call_survives_every_pair_of_cuts(value: str) -> None:
     arguments = f'{{"id":{value}}}'

@@ -60,8 +60,10 @@ def _take_in(core: EngineCore, port: Port, ready: messages.Ready, timeout_ms: in
                     port.send(ready, client)
             case messages.Detach(gone):
                 core.abort(port.detach(gone))
-            case messages.Shutdown():
+            case messages.Shutdown() if client == messages.OWNER:
                 return False
+            case messages.Shutdown():
+                _log.warning("client %d asked the engine to end; only its owner may", client)
             case message:
                 raise OctavoError(f"an engine takes no {type(message).__name__} message")
     return True

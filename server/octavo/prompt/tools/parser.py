@@ -225,13 +225,13 @@ class OutputParser:
                     self._say("" if truncated else reader.taken().lstrip())
                     reader.unmark()
                 return
-            yield from reader.fixed(layout.end)
+            yield from reader.fixed(layout.end, cut=True)
             reader.mark()  # what comes is another call, or content
             yield from reader.space()
             more = (yield from reader.literal(separator)) if separator else bool(layout.marker)
         if self._calls > before:
             reader.unmark()
-            yield from reader.fixed(layout.close)
+            yield from reader.fixed(layout.close, cut=True)
             yield from reader.space()
 
     def _call(self, layout: Layout) -> Steps[bool]:

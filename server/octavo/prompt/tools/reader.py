@@ -97,8 +97,10 @@ class Reader:
             if self._place < len(self._text):
                 return
 
-    def literal(self, wanted: str) -> Steps[bool]:
-        """Read ``wanted``, or nothing if anything else follows."""
+    def literal(self, wanted: str, *, cut: bool = False) -> Steps[bool]:
+        """Read ``wanted``, or nothing if anything else follows. ``cut``: where the text ends in the middle of
+        it, what there is of it is read too.
+        """
         while True:
             there = min(len(wanted), len(self._text) - self._place)
             if not self._text.startswith(wanted[:there], self._place):
@@ -107,14 +109,15 @@ class Reader:
                 self._place += there
                 return True
             if self.ended:
+                self._place += there if cut else 0
                 return False
             yield
 
-    def fixed(self, wanted: str) -> Steps[bool]:
-        """Read the parts of ``wanted``, with any white space before each."""
+    def fixed(self, wanted: str, *, cut: bool = False) -> Steps[bool]:
+        """Read the parts of ``wanted``, with any white space before each; ``cut`` as for ``literal``."""
         for part in wanted.split():
             yield from self.space()
-            if not (yield from self.literal(part)):
+            if not (yield from self.literal(part, cut=cut)):
                 return False
         return True
 
