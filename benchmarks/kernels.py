@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo_kernels import AttentionBatch, Ops, PackedWeight, load
+from octavo_kernels import AttentionBatch, DrawSettings, Ops, PackedWeight, load
 from octavo_kernels.cpu.library import open_library, usable_cpus
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 576, 9, 3, 64, 1536, 49152
@@ -35,6 +35,14 @@ BLOCK_SIZE = 16
 DTYPE = torch.bfloat16
 HEAD_ROWS = 32
 """A prefill computes logits of one row a sequence, so the head sees at most so many."""
+
+DRAWS = {
+    "greedy": DrawSettings(0.0, 0, 1.0, 0.0, 0.0),
+    "all": DrawSettings(1.0, 0, 1.0, 0.0, 0.4),
+    "top-p 0.9": DrawSettings(1.0, 0, 0.9, 0.0, 0.4),
+    "top-k 50": DrawSettings(1.0, 50, 1.0, 0.0, 0.4),
+    "both": DrawSettings(1.0, 50, 0.9, 0.0, 0.4),
+}
 
 Layer = tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight]
 
@@ -277,6 +285,21 @@ def step(ops: Ops, layers: int, rounds: int) -> None:
         )
 
 
+def sampling(ops: Ops, layers: int, rounds: int) -> None:
+    """Torch, which sorts the vocabulary where a cut asks for it, draws from one row."""
+    reference = load("reference")
+    print("sampling, microseconds a row (torch's in brackets)")
+    for vocabulary, rows in ((VOCAB, 1), (VOCAB, 32), (VOCAB, 256), (262_144, 1), (262_144, 32)):
+        logits = torch.randn(rows, vocabulary) * 3
+        times = []
+        for name, settings in DRAWS.items():
+            draws = torch.tensor([settings] * rows, dtype=torch.float64)
+            runs = partial(ops.sample, logits, draws), partial(reference.sample, logits[:1], draws[:1])
+            ours, torchs = medians(rounds, *runs)
+            times.append(f"{name} {ours / rows * 1e6:.0f} ({torchs * 1e6:.0f})")
+        print(f"  vocabulary {vocabulary:6}, {rows:3} rows: {', '.join(times)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -284,7 +307,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=usable_cpus())
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--layers", type=int, default=30)
-    parts = {part.__name__: part for part in (products, attention, paging, step)}
+    parts = {part.__name__: part for part in (products, attention, paging, step, sampling)}
     parser.add_argument("--only", choices=parts)
     options = parser.parse_args()
     ops = load("cpu")

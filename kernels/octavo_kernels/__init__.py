@@ -4,12 +4,13 @@
 and AMD GPUs) or ``reference`` (plain torch, the truth every other backend is tested against).
 """
 
-from octavo_kernels.ops import AttentionBatch, KernelsUnavailable, Ops, PackedWeight, Replay
+from octavo_kernels.ops import AttentionBatch, DrawSettings, KernelsUnavailable, Ops, PackedWeight, Replay
 from octavo_kernels.quantised import QuantisedWeight
 from octavo_kernels.registry import load
 
 __all__ = [
     "AttentionBatch",
+    "DrawSettings",
     "KernelsUnavailable",
     "Ops",
     "PackedWeight",

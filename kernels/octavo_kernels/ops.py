@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -61,6 +61,21 @@ class AttentionBatch:
     max_query_len: int
 
 
+class DrawSettings(NamedTuple):
+    """How a token is drawn from a row of logits: a row of :meth:`Ops.sample`'s ``draws``."""
+
+    temperature: float
+    """0: the largest logit is taken, and nothing below is looked at. Else from 1e-6 on."""
+    top_k: float
+    """How many tokens are kept at most; 0: any number."""
+    top_p: float
+    """The share of their mass that the tokens kept hold; 1: all."""
+    min_p: float
+    """The least probability of a token kept, over that of the first."""
+    number: float
+    """The random number in [0, 1)."""
+
+
 Replay: TypeAlias = Callable[[int, int], None]
 """Runs what was recorded, for so many tokens (rows) and sequences in the same buffers."""
 
@@ -82,8 +97,8 @@ class Ops(Protocol):
         the backend does not record.
 
         They must be operations on rows of buffers that stay where they are, with results in place or to
-        ``out``: not :meth:`lookup` or :meth:`copy_blocks`. A replay reads and writes these buffers from their
-        starts, whatever number of rows was recorded. The caller keeps the buffers alive.
+        ``out``: not :meth:`lookup`, :meth:`copy_blocks` or :meth:`sample`. A replay reads and writes these
+        buffers from their starts, whatever number of rows was recorded. The caller keeps the buffers alive.
         """
 
     def pack(self, weight: Tensor | QuantisedWeight, dtype: torch.dtype) -> PackedWeight:
@@ -161,4 +176,16 @@ class Ops(Protocol):
 
         A query at position p sees positions j with p - window < j <= p. With ``softcap``, scores become
         ``softcap * tanh(scores / softcap)`` before the mask. kv_heads is read from the cache.
+        """
+
+    def sample(self, logits: Tensor, draws: Tensor | None = None) -> Tensor:
+        """One token for each row of float32 logits [S, V] -> int64 [S], by ``draws`` (float64 [S, 5] on the
+        CPU, rows of :class:`DrawSettings`; None: all greedy).
+
+        -1 for a row with NaN, +infinity or nothing but -infinity. Of equal logits the lower token counts as
+        the larger. A token weighs exp((logit - largest) / temperature). Kept are those that weigh at least
+        min_p, of these the top_k largest, of these the fewest largest that hold top_p of their weight (at
+        least one). Drawn is the first kept one, in the order of the vocabulary, at which the sum of the kept
+        weights exceeds ``number`` times all of it. So a row's token depends on that row alone. Backends may
+        differ by roundings only: where the number or a cut is within float32's precision of a boundary.
         """

@@ -11,6 +11,9 @@ from torch import Tensor
 from octavo_kernels.ops import FP8, AttentionBatch, PackedWeight
 from octavo_kernels.quantised import QuantisedWeight, quantise_activations, stack
 
+_ROWS_DRAWN = 16
+"""Rows drawn from together: with a vocabulary of 262,144 a tensor of theirs in float64 takes 32 MiB."""
+
 
 class ReferenceOps:
     """Plain torch on any device. Norms, activations, softmax are float32 inside, rounded once at the end."""
@@ -130,6 +133,39 @@ class ReferenceOps:
                 pages = pages * torch.tensor(kv_scale, device=q.device)[:, None, None]
             y[queries] = _attend(q[queries], pages, seq_len, scale, window, softcap)
         return y
+
+    def sample(self, logits: Tensor, draws: Tensor | None = None) -> Tensor:
+        peaks, tokens = logits.max(dim=1)
+        if draws is not None:
+            random = draws[:, 0].nonzero()[:, 0]
+            for rows in random.split(_ROWS_DRAWN):
+                own = draws[rows]
+                rows = rows.to(logits.device)
+                tokens[rows] = _draw(logits[rows], peaks[rows, None], own)
+        return torch.where(peaks.isfinite(), tokens, -1)
+
+
+def _draw(logits: Tensor, peaks: Tensor, draws: Tensor) -> Tensor:
+    """A random token for each row: logits [R, V], peaks [R, 1], draws [R, 5] on the CPU -> [R]."""
+    vocabulary = logits.shape[1]
+    cut = bool(((draws[:, 1] > 0) | (draws[:, 2] < 1)).any())
+    temperature, top_k, top_p, min_p, number = draws.to(logits.device).split(1, dim=1)
+    weights = ((logits - peaks) * temperature.reciprocal().float()).exp()
+    weights = weights.masked_fill(weights < min_p.float(), 0).double()
+    if cut:
+        order = logits.sort(dim=1, descending=True, stable=True).indices
+        kept = torch.where(top_k > 0, top_k, vocabulary)
+        ranked = weights.gather(1, order)
+        ranked.masked_fill_(torch.arange(vocabulary, device=logits.device) >= kept, 0)
+        mass = ranked.cumsum(dim=1)
+        enough = mass >= top_p * mass[:, -1:]
+        ranked[:, 1:].masked_fill_(enough[:, :-1], 0)
+        weights.scatter_(1, order, ranked)
+    mass = weights.cumsum(dim=1)
+    total = mass[:, -1:].contiguous()
+    drawn = torch.searchsorted(mass, number * total, right=True)
+    last = torch.searchsorted(mass, total)
+    return torch.minimum(drawn, last)[:, 0]
 
 
 def _attend(

@@ -1,5 +1,6 @@
 """The C++ kernels are tested on every instruction set that this machine has."""
 
+import contextlib
 import os
 
 import pytest
@@ -31,6 +32,19 @@ def cpu(request):
         return start(request.param)
     except KernelsUnavailable as why:
         pytest.skip(str(why))
+
+
+@pytest.fixture
+def each_set(cpu):
+    """The kernels on every instruction set in turn; the one under test is in use again at the end."""
+
+    def kernels():
+        for isa in library.INSTRUCTION_SETS:
+            with contextlib.suppress(KernelsUnavailable):
+                yield start(isa)
+
+    yield kernels()
+    start(cpu.isa)
 
 
 @pytest.fixture(scope="module")

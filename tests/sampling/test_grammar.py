@@ -26,6 +26,7 @@ from octavo.sampling.grammar import GrammarMatcher, Grammars
 from octavo.sampling.grammar_compiler import GrammarCompiler
 from octavo.sampling.rules import Past, RuleBook, RuleFault
 from octavo.sampling.sampler import Sampler
+from octavo_kernels import load
 
 MORE = 7  # ids of the model beyond its tokenizer's
 
@@ -74,7 +75,7 @@ def drawn(grammar: str, seed: int, longest: int = 400) -> str:
     """An output drawn from logits that favour nothing but shorter tokens."""
     vocab_size = smollm2().vocab_size + MORE
     rules = LogitRules(num_prompt_tokens=1, grammar=grammar)
-    sampler, tokens = Sampler(RuleBook(1, grammars())), [0]
+    sampler, tokens = Sampler(load(), RuleBook(1, grammars())), [0]
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(1, vocab_size, generator=generator)
     logits[0, ends()] = 4.0
@@ -189,7 +190,7 @@ def test_drafts_that_leave_the_form_are_refused_at_their_place(compiler: Grammar
     drafts = [letters[0], letters[2], letters[3]]
     past = Past("a", [0], drafts)
     specs = [SampleSpec(0.0, 0, 1.0, 0, 0, 1 + place, rules=rules) for place in range(4)]
-    sampler = Sampler(RuleBook(1, grammars()))
+    sampler = Sampler(load(), RuleBook(1, grammars()))
     draws = sampler.sample(logits.expand(4, -1), specs, [past] * 4)
     assert [draw.token for draw in draws[:2]] == letters[:2]
     assert [draw.error is None for draw in draws] == [True, True, False, False]
@@ -202,7 +203,7 @@ def test_a_row_outside_its_form_fails_alone(compiler: GrammarCompiler) -> None:
     rules = LogitRules(num_prompt_tokens=1, grammar=grammar)
     logits = torch.zeros(2, smollm2().vocab_size)
     specs = [SampleSpec(0.0, 0, 1.0, 0, 0, 2, rules=rules), SampleSpec(0.0, 0, 1.0, 0, 0, 2)]
-    draws = Sampler(RuleBook(2, grammars())).sample(logits, specs, [Past("a", [0, *ids("z")]), None])
+    draws = Sampler(load(), RuleBook(2, grammars())).sample(logits, specs, [Past("a", [0, *ids("z")]), None])
     assert draws[0].error is not None and "leaves its grammar" in draws[0].error
     assert draws[1].error is None
 
@@ -220,5 +221,5 @@ def test_min_tokens_give_way_to_a_complete_form(compiler: GrammarCompiler) -> No
     rules = LogitRules(num_prompt_tokens=1, grammar=grammar, min_tokens=9, banned_until=end)
     spec = SampleSpec(0.0, 0, 1.0, 0, 0, 2, rules=rules)
     logits = torch.zeros(1, smollm2().vocab_size)
-    (draw,) = Sampler(RuleBook(1, grammars())).sample(logits, [spec], [Past("a", [0, *ids("a")])])
+    (draw,) = Sampler(load(), RuleBook(1, grammars())).sample(logits, [spec], [Past("a", [0, *ids("a")])])
     assert draw.token in end

@@ -32,12 +32,12 @@ def test_a_number_depends_on_its_own_seed_sample_and_position_only() -> None:
     ]
     together = uniforms(draws)
     alone = [uniforms([draw])[0] for draw in draws]
-    assert together.tolist() == alone
+    assert together == alone
     assert len(set(alone)) == len(draws)
 
 
 def test_numbers_are_uniform() -> None:
-    numbers = uniforms([(7, 0, position) for position in range(20_000)])
+    numbers = np.array(uniforms([(7, 0, position) for position in range(20_000)]))
     assert numbers.min() >= 0 and numbers.max() < 1
     counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
     chi2 = float(((counts - 1000.0) ** 2 / 1000.0).sum())

@@ -13,6 +13,7 @@ from octavo.core.plan import LogitRules, SampleSpec
 from octavo.core.sampling_params import SamplingParams
 from octavo.sampling.rules import Past, RuleBook
 from octavo.sampling.sampler import Sampler
+from octavo_kernels import load
 
 VOCAB = 50
 PROMPT = [3, 4, 4, 9]
@@ -127,10 +128,10 @@ def test_a_row_is_the_same_alone_and_beside_any_others(wanted, data) -> None:
         past = Past(str(i), PROMPT + output)
         drawn.append(SampleSpec(*list_of(spec)[:5], len(past.tokens), spec.logprobs, spec.min_p, asked))
         pasts.append(past)
-    together = Sampler(RuleBook(3)).sample(logits, drawn, pasts)
+    together = Sampler(load(), RuleBook(3)).sample(logits, drawn, pasts)
     assert torch.equal(logits, before)
     for i, draw in enumerate(together):
-        assert Sampler(RuleBook(1)).sample(logits[i : i + 1], [drawn[i]], [pasts[i]]) == [draw]
+        assert Sampler(load(), RuleBook(1)).sample(logits[i : i + 1], [drawn[i]], [pasts[i]]) == [draw]
 
 
 def list_of(spec: SampleSpec) -> list:
@@ -168,7 +169,7 @@ def test_a_row_whose_rules_leave_nothing_fails_alone() -> None:
     position = len(PROMPT)
     plain = SampleSpec(0.0, 0, 1.0, 0, 0, position)
     ruled = SampleSpec(0.0, 0, 1.0, 0, 0, position, rules=none_left)
-    draws = Sampler(RuleBook(1)).sample(logits, [ruled, plain], [Past("a", PROMPT), None])
+    draws = Sampler(load(), RuleBook(1)).sample(logits, [ruled, plain], [Past("a", PROMPT), None])
     assert draws[0].error is not None and "leave no token" in draws[0].error
     assert draws[0].refused
     assert draws[1].error is None
@@ -177,7 +178,9 @@ def test_a_row_whose_rules_leave_nothing_fails_alone() -> None:
 def test_logprobs_stay_those_of_the_model(row) -> None:
     asked = rules(logit_bias={9: 100.0}, allowed_token_ids=(9, 10))
     spec = SampleSpec(0.0, 0, 1.0, 0, 0, 8, 0, rules=asked)
-    (draw,) = Sampler(RuleBook(1)).sample(torch.from_numpy(row)[None], [spec], [Past("a", PROMPT + OUTPUT)])
+    (draw,) = Sampler(load(), RuleBook(1)).sample(
+        torch.from_numpy(row)[None], [spec], [Past("a", PROMPT + OUTPUT)]
+    )
     assert draw.token == 9 and draw.logprobs is not None
     truth = torch.log_softmax(torch.from_numpy(row).double(), 0)[9]
     assert draw.logprobs.logprob == pytest.approx(float(truth), abs=1e-5)

@@ -334,6 +334,21 @@ class CpuOps:
         )
         return out
 
+    def sample(self, logits: Tensor, draws: Tensor | None = None) -> Tensor:
+        if logits.dtype is not torch.float32 or (draws is not None and draws.dtype is not torch.float64):
+            raise TypeError(f"logits are {logits.dtype}, draws {draws.dtype if draws is not None else None}")
+        rows, vocabulary = logits.shape
+        tokens = torch.empty(rows, dtype=torch.int64)
+        (self._brief if rows <= _BRIEF_ROWS else self._long).sample(
+            logits.data_ptr(),
+            logits.stride(0),
+            rows,
+            vocabulary,
+            None if draws is None else draws.data_ptr(),
+            tokens.data_ptr(),
+        )
+        return tokens
+
 
 def _quants(weight: QuantisedWeight) -> tuple[Quants, list[Tensor]]:
     """The C++ view of a weight, and the tensors that it points into."""

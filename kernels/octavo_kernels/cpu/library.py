@@ -16,7 +16,7 @@ from typing import Any
 from octavo_kernels.ops import KernelsUnavailable
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-INTERFACE = 5
+INTERFACE = 6
 """Of the C functions below; the library has the same number (octavo_interface)."""
 INSTRUCTION_SETS = ("amx", "avx512", "avx2")
 
@@ -51,6 +51,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
             *[c_float, c_long, c_float, c_int],
         ],
     ),
+    "sample": (None, [c_void_p, *[c_long] * 3, c_void_p, c_void_p]),
     "start_recording": (None, []),
     "end_recording": (c_void_p, []),
     "replay": (None, [c_void_p, c_long, c_long]),

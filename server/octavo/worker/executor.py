@@ -139,7 +139,7 @@ class Loaded:
     ) -> ModelRunner:
         """A runner with a KV cache of this size."""
         config, place = self.config, self.place
-        sampler = Sampler(RuleBook(config.max_num_seqs, grammars))
+        sampler = Sampler(place.ops, RuleBook(config.max_num_seqs, grammars))
 
         def pages(model: CausalLM, places: Sequence[tuple[int, int]]) -> KVPages:
             return KVPages.allocate(

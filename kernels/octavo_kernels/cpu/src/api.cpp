@@ -23,7 +23,7 @@ CacheLayout layout_of(void* data, long kv_heads, long block_size, long token_ele
 using namespace octavo;
 
 // Changes with the functions below, so that Python does not call into a library that was built from other sources.
-OCTAVO_API int octavo_interface() { return 5; }
+OCTAVO_API int octavo_interface() { return 6; }
 
 // Choose the instruction set: by name, or the best for null. Returns its name, null where it is not supported.
 OCTAVO_API const char* octavo_start(const char* isa) {
@@ -89,6 +89,13 @@ OCTAVO_API void octavo_attention(const void* q, long q_token, long q_head, void*
     const CacheLayout layout = layout_of(cache, kv_heads, block_size, token_elements, dim, dtype);
     perform(Attention{q, out, q_token, q_head, out_token, out_head, layout, query_start, seq_lens, block_tables,
                       table_stride, heads, kv_heads, scale, window, softcap, sequences, 0, nullptr});
+}
+
+// draws: null, or [rows] of Draw.
+OCTAVO_API void octavo_sample(const float* logits, long row_stride, long rows, long vocabulary, const void* draws,
+                              int64_t* tokens) {
+    const Sample a{logits, row_stride, vocabulary, static_cast<const Draw*>(draws), tokens};
+    parallel(rows, kElementsPerTask / vocabulary, [&a](long r0, long r1) { active->sample(a, r0, r1); });
 }
 
 OCTAVO_API void octavo_start_recording() { start_recording(); }

@@ -174,6 +174,24 @@ static inline void chunk_range(const Attention& a, AttentionTask& task) {
     task.chunk_end = int32_t(ceil_div(position + task.tokens, kChunk));
 }
 
+// How one row is drawn from, as Ops.sample says.
+struct Draw {
+    double temperature, top_k, top_p, min_p, number;
+};
+
+struct Sample {
+    const float* logits;    // [rows, vocabulary]
+    long row_stride;        // elements
+    long vocabulary;
+    const Draw* draws;      // [rows]; null: all are greedy
+    int64_t* tokens;        // [rows]
+};
+
+struct Candidate {
+    float logit;
+    int32_t token;
+};
+
 struct Kernels {
     const char* name;
     // Panels [panel_begin, panel_end) of rows [row_begin, row_end).
@@ -189,14 +207,16 @@ struct Kernels {
     void (*attend)(const Attention&, const AttentionTask&);
     // Merge the partial results of a split task, which covered chunks task.chunk_begin to task.chunk_end.
     void (*merge)(const Attention&, const AttentionTask&);
+    void (*sample)(const Sample&, long row_begin, long row_end);
     long (*multiply_registers)(int dtype, long steps);    // see peak.h
 };
-
 
 void pack_panels(const Pack&, long panel_begin, long panel_end);
 void look_up_rows(const Lookup&, long row_begin, long row_end);
 void pack_quantised(const PackQuantised&, long panel_begin, long panel_end);
 void look_up_quantised(const Lookup&, long row_begin, long row_end);
+float nth_largest(float* values, long count, long n);    // n from 1; the values come out in another order
+void sort_candidates(Candidate*, long count);            // the largest first, equal ones by token
 float* thread_scratch(size_t floats);    // 64-byte aligned, kept by the calling thread until it asks for more
 
 }  // namespace octavo

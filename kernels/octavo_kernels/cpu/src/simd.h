@@ -38,6 +38,13 @@ static inline Vec with_sign(Vec magnitude, Vec sign) {
 }
 static inline float sum(Vec v) { return _mm512_reduce_add_ps(v); }
 static inline float largest(Vec v) { return _mm512_reduce_max_ps(v); }
+// Bits of the lanes where a >= b, or where they are not equal (or not numbers).
+static inline uint32_t at_least(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+static inline uint32_t unequal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }
+// x where it is at least `bound`, zero elsewhere.
+static inline Vec if_at_least(Vec x, Vec bound) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, bound, _CMP_GE_OQ), x);
+}
 static inline Vec load(const bf16* p) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
@@ -109,6 +116,9 @@ static inline float largest(Vec v) {
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
+static inline uint32_t at_least(Vec a, Vec b) { return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ))); }
+static inline uint32_t unequal(Vec a, Vec b) { return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NEQ_UQ))); }
+static inline Vec if_at_least(Vec x, Vec bound) { return _mm256_and_ps(x, _mm256_cmp_ps(x, bound, _CMP_GE_OQ)); }
 static inline Vec load(const bf16* p) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));

@@ -6,6 +6,7 @@
 #include "peak.h"
 #include "quantised.h"
 #include "rotary.h"
+#include "sampling.h"
 
 #if defined(__AMX_BF16__)
 #include "attention_amx.h"
@@ -26,11 +27,11 @@ XForm x_form(const Matmul& a) {
 }
 
 #if defined(__AMX_BF16__)
-const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), amx::tile_matmul, x_form, amx::tile_task_size, widen,
-                    quantised_matmul, quantise, norm, rotary, write_kv, amx::tile_attend, merge, multiply_registers};
+const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), amx::tile_matmul, x_form, amx::tile_task_size, widen, quantised_matmul, quantise,
+                    norm, rotary, write_kv, amx::tile_attend, merge, sample, multiply_registers};
 #else
 const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), matmul, x_form, task_size, widen, quantised_matmul, quantise, norm, rotary,
-                    write_kv, attend, merge, multiply_registers};
+                    write_kv, attend, merge, sample, multiply_registers};
 #endif
 
 }  // namespace
