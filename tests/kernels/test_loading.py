@@ -78,6 +78,26 @@ def test_triton_without_a_c_compiler_is_refused_before_its_first_launch(monkeypa
         load("triton", "cuda")
 
 
+def test_triton_without_pythons_headers_is_refused_before_its_first_launch(monkeypatch, tmp_path):
+    backend = pytest.importorskip("octavo_kernels.triton.backend")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(backend.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(KernelsUnavailable, match="need Python's headers"):
+        load("triton", "cuda")
+
+
+def test_a_gpu_that_triton_compiles_nothing_for_is_served_by_the_reference(monkeypatch, caplog):
+    backend = pytest.importorskip("octavo_kernels.triton.backend")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(backend.Path, "exists", lambda path: True)
+    assert load("auto", "cuda").name == "reference"
+    assert "need compute capability 8.0 or newer, and Tesla T4 has 7.5" in caplog.text
+
+
 def test_a_gpu_is_served_by_the_triton_kernels_and_without_triton_by_the_reference(monkeypatch, caplog):
     backend = pytest.importorskip("octavo_kernels.triton.backend")
     monkeypatch.setattr(backend, "_architecture", lambda: "sm_90")

@@ -1,5 +1,8 @@
 """A recorded step does what its operations do one by one, for any number of rows."""
 
+import contextlib
+from typing import ClassVar
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -100,3 +103,42 @@ def test_a_result_without_a_place_is_not_recorded_and_leaves_the_kernels_usable(
 def test_the_reference_records_nothing(reference):
     calls = []
     assert reference.record(lambda: calls.append(1)) is None and not calls
+
+
+class Graph:
+    """Stands in for torch's CUDA graphs."""
+
+    pools: ClassVar = []  # that each capture was given
+    replayed: ClassVar = []
+
+    def pool(self):
+        return id(self)
+
+    def replay(self):
+        self.replayed.append(id(self))
+
+
+@contextlib.contextmanager
+def capture(graph, pool):
+    Graph.pools.append(pool)
+    yield
+
+
+def test_gpu_graphs_that_live_at_once_share_their_memory(monkeypatch):
+    """The memory of graphs that are gone may be gone with them."""
+    TritonOps = pytest.importorskip("octavo_kernels.triton.backend").TritonOps
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(Graph, "pools", [])
+    ops, calls = TritonOps("sm_90"), []
+    assert not ops.replays_any_size
+    replays = [ops.record(lambda: calls.append(1)) for _ in range(3)]
+    assert len(calls) == 6  # compiled by a first run, then captured
+    first, *others = Graph.pools
+    assert first is None and None not in others
+    replays[0](1, 1)
+    replays[1](1, 1)
+    assert len(calls) == 6 and len(set(Graph.replayed)) == 2
+    replays.clear()
+    ops.record(lambda: None)
+    assert Graph.pools[-1] is None

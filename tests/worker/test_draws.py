@@ -8,6 +8,7 @@ from torch import Tensor
 from octavo.core.plan import Row, SampleSpec
 from octavo.sampling.rules import RuleBook
 from octavo.sampling.sampler import Sampler
+from octavo.worker.device import Device
 from octavo.worker.draws import LOGIT_ROWS, Drawer, draws_of
 from octavo_kernels import load
 
@@ -29,7 +30,7 @@ class Head:
 def drawn(rows: list[Row], hidden: list[int]) -> tuple[list[int], list[int]]:
     """The tokens drawn in a step whose hidden states hold these, and the sizes of the head's products."""
     head = Head()
-    drawer = Drawer(head, Sampler(load("reference"), RuleBook(4)), torch.device("cpu"))
+    drawer = Drawer(head, Sampler(load("reference"), RuleBook(4)), Device())
     wanted, end = [], 0
     for row in rows:
         end += len(row.token_ids) + len(row.drafts)

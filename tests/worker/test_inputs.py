@@ -1,9 +1,11 @@
 """Rows of a plan become a flat batch: positions, slots, tables; and the largest step has the size it says."""
 
 import torch
+from fake_gpu import FakeGpu
 
 from octavo.core.plan import NO_BLOCK, Row
 from octavo.layers.batch import ActivationBuffers, ActivationShape
+from octavo.worker.device import Device
 from octavo.worker.gpu import largest_step
 from octavo.worker.inputs import StepInputs
 
@@ -13,9 +15,10 @@ CPU = torch.device("cpu")
 ZERO_PAGE = 99
 
 
-def inputs(groups: int = 1) -> StepInputs:
+def inputs(groups: int = 1, device: Device | None = None) -> StepInputs:
     shape = ActivationShape(hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=8)
-    return StepInputs(ActivationBuffers(shape, 32, torch.float32, CPU), 4, 64, 4, groups, ZERO_PAGE, CPU)
+    activations = ActivationBuffers(shape, 32, torch.float32, CPU)
+    return StepInputs(activations, 4, 64, 4, groups, ZERO_PAGE, device or Device())
 
 
 def row(start: int, tokens: list[int], blocks: list[int]) -> Row:
@@ -71,6 +74,35 @@ def test_a_decode_step_reuses_its_views() -> None:
     (second,) = step.fill([row(1, [2], [0])])
     assert first.token_ids is second.token_ids
     assert first.activations is second.activations
+
+
+def test_rows_of_padding_see_nothing_and_write_nowhere() -> None:
+    step = inputs(groups=2)
+    step.fill([Row(str(i), [9], 5, [[i, 3], [i, 7]]) for i in range(4)])  # leaves its numbers behind
+    full, sliding = step.fill([Row("r", [7], 2, [[1], [2]])], padded=3)
+    assert full.token_ids.tolist() == [7, 0, 0] and full.positions.tolist() == [2, 0, 0]
+    assert full.slots.tolist() == [1 * 4 + 2, -1, -1] and sliding.slots.tolist() == [2 * 4 + 2, -1, -1]
+    assert full.attention.seq_lens.tolist() == [3, 0, 0]
+    assert full.attention.query_start.tolist() == [0, 1, 2, 3]
+    assert full.attention.max_query_len == 1 and len(full.attention.block_tables) == 3
+
+
+def test_a_gpu_gets_copies_of_what_changed_after_those_of_the_step_before_are_done() -> None:
+    gpu = FakeGpu()
+    step = inputs(device=gpu)
+    tables = [[1], [2], [3], [4]]
+    for start in range(3):
+        rows = [row(start, [start], table) for table in tables]
+        earlier = gpu.started
+        (batch,) = step.fill(rows)
+        assert all(number >= earlier for number, _ in gpu.under_way)  # older ones were waited for
+        assert batch.token_ids.tolist() == [start] * 4
+    assert gpu.started - earlier == 5  # no table
+    tables[1], tables[3] = [5], [6]
+    (batch,) = step.fill([row(3, [7], table) for table in tables])
+    assert batch.attention.block_tables[:, 0].tolist() == [1, 5, 3, 6]
+    copied = [copy.source.numel() for _, copy in gpu.under_way]
+    assert copied == [4, 4, 5, 4, 4, 16, 16]  # two tables of 16 entries
 
 
 def test_the_largest_step_fills_rows_and_tokens() -> None:

@@ -56,6 +56,7 @@ class CpuOps:
 
     name = "cpu"
     dtypes = frozenset(_DTYPES)
+    replays_any_size = True
 
     def __init__(self) -> None:
         library = open_library()

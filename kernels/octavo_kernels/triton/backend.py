@@ -9,6 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sysconfig
+import weakref
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +20,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from octavo_kernels.ops import FP8, AttentionBatch, KernelsUnavailable, PackedWeight
+from octavo_kernels.ops import FP8, AttentionBatch, KernelsUnavailable, PackedWeight, Replay
 from octavo_kernels.quantised import QuantisedWeight
 from octavo_kernels.reference import ReferenceOps
 from octavo_kernels.triton import elementwise, kv_cache
@@ -25,6 +29,8 @@ from octavo_kernels.triton.tables import is_tuned
 
 log = logging.getLogger(__name__)
 
+OLDEST_CAPABILITY = (8, 0)
+"""Of NVIDIA's GPUs, the first that Triton compiles for."""
 _ACTIVATIONS = ("silu", "gelu_tanh")
 _TILE = 2048
 """Elements of a program of the elementwise kernels, about: 16 for each lane of 4 warps."""
@@ -41,11 +47,27 @@ class TritonOps(ReferenceOps):
 
     name = "triton"
     dtypes = frozenset({torch.float32, torch.bfloat16, torch.float16})
+    replays_any_size = False
 
     def __init__(self, arch: str | None = None) -> None:
         self.isa = arch or _architecture()
         if not is_tuned(self.isa) and self.isa != INTERPRETER:
             log.warning("no table of tiles for %s: its kernels use those for any GPU", self.isa)
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+    def record(self, forward: Callable[[], None]) -> Replay:
+        """A CUDA graph. Graphs that live at once share their memory: they never run at once, and their
+        results lie in the buffers of ``forward``. In the interpreter a replay calls ``forward`` again.
+        """
+        forward()
+        if self.isa == INTERPRETER:
+            return lambda tokens, sequences: forward()
+        graph = torch.cuda.CUDAGraph()
+        pool = next((other.pool() for other in self._graphs), None)
+        with torch.cuda.graph(graph, pool):
+            forward()
+        self._graphs.add(graph)
+        return lambda tokens, sequences: graph.replay()
 
     def pack(self, weight: Tensor | QuantisedWeight, dtype: torch.dtype) -> PackedWeight:
         _refuse_quantised(weight)
@@ -242,9 +264,20 @@ def _architecture() -> str:
             "the triton kernels need a C compiler on this machine, for Triton to build what launches them: "
             "install gcc, or name a compiler in CC"
         )
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise KernelsUnavailable(
+            "the triton kernels need Python's headers on this machine, for Triton to build what launches "
+            "them: install them (on Debian python3-dev)"
+        )
     if torch.version.hip is not None:
         return torch.cuda.get_device_properties().gcnArchName.split(":")[0]
     major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < OLDEST_CAPABILITY:
+        needed = ".".join(map(str, OLDEST_CAPABILITY))
+        raise KernelsUnavailable(
+            f"the triton kernels need compute capability {needed} or newer, and "
+            f"{torch.cuda.get_device_name()} has {major}.{minor}"
+        )
     return f"sm_{major}{minor}"
 
 

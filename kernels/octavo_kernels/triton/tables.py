@@ -70,7 +70,7 @@ HALF: dict[str, Table] = {
 }
 """bfloat16 and float16, by architecture."""
 
-FP8: dict[str, Table] = {
+HALF_OVER_FP8: dict[str, Table] = {
     # Widening takes registers, the more without a conversion in hardware (sm_80, gfx942).
     "sm_80": _table(decode={}, mixed={128: Tiles(128, 32, 8, 2)}),
     "sm_90": _table(decode={}, mixed={64: Tiles(128, 64, 8, 3)}),
@@ -103,7 +103,7 @@ def tiles(arch: str, kind: Kind, head_dim: int, dtype: torch.dtype, fp8: bool = 
     """
     table = FLOAT32 if dtype == torch.float32 else HALF.get(arch, ANY)
     if fp8 and dtype != torch.float32:
-        table = table | FP8.get(arch, {})
+        table = table | HALF_OVER_FP8.get(arch, {})
     largest = sorted(dim for each, dim in table if each == kind)
     for dim in largest:
         if head_dim <= dim:

@@ -9,10 +9,12 @@ from a changed copy; it and log probabilities are numpy's work, one row at a tim
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.plan import SampleSpec, TokenLogprobs
@@ -39,11 +41,18 @@ class Draw:
     refused: bool = False
 
 
-class Sampler:
-    """Draws tokens. ``rules`` keeps what it counted for the sequences whose rows have rules."""
+Read: TypeAlias = Callable[..., Callable[[], list[NDArray[Any]]]]
+"""Starts to bring tensors of a GPU to the host -> what waits for them."""
 
-    def __init__(self, ops: Ops, rules: RuleBook) -> None:
-        self._ops, self._rules = ops, rules
+
+class Sampler:
+    """Draws tokens. ``rules`` keeps what it counted for the sequences whose rows have rules.
+
+    Logits lie in host memory, or on a GPU from which ``read`` brings the draws and what else is looked at.
+    """
+
+    def __init__(self, ops: Ops, rules: RuleBook, read: Read | None = None) -> None:
+        self._ops, self._rules, self._read = ops, rules, read
 
     def sample(
         self, logits: Tensor, specs: Sequence[SampleSpec], pasts: Sequence[Past | None] | None = None
@@ -60,10 +69,10 @@ class Sampler:
         ruled = [i for i, spec in enumerate(specs) if spec.rules is not None]
         random = [i for i, spec in enumerate(specs) if spec.temperature > 0]
         settings = _settings(specs, random)
-        tokens = self._tokens(logits, {i: drawn for i, drawn in settings.items() if specs[i].rules is None})
-        errors = {i: NOT_FINITE for i, token in enumerate(tokens) if token < 0}
+        drawn = self._draw(logits, {i: each for i, each in settings.items() if specs[i].rules is None})
         shown = [i for i, spec in enumerate(specs) if spec.logprobs is not None]
-        rows = _rows(logits, sorted({*ruled, *shown} - errors.keys()))
+        tokens, rows = self._look(drawn, logits, sorted({*ruled, *shown}))
+        errors = {i: NOT_FINITE for i, token in enumerate(tokens) if token < 0}
         changed: dict[int, Row] = {}
         for i in ruled:
             if i not in errors:
@@ -73,7 +82,7 @@ class Sampler:
                     errors[i] = str(fault)
         if changed:
             own = {place: settings[i] for place, i in enumerate(changed) if i in settings}
-            redrawn = self._tokens(torch.from_numpy(np.stack(list(changed.values()))), own)
+            redrawn = self._draw(torch.from_numpy(np.stack(list(changed.values()))), own).tolist()
             for (i, row), token in zip(changed.items(), redrawn, strict=True):
                 tokens[i] = token
                 if token < 0:
@@ -87,28 +96,27 @@ class Sampler:
             draws.append(Draw(token, logprobs))
         return draws
 
-    def _tokens(self, logits: Tensor, settings: dict[int, DrawSettings]) -> list[int]:
+    def _draw(self, logits: Tensor, settings: dict[int, DrawSettings]) -> Tensor:
         """A token for each row, or -1; those without settings are greedy."""
         draws = None
         if settings:
             each = [settings.get(i, _GREEDY) for i in range(len(logits))]
             draws = torch.from_numpy(np.array(each, dtype=np.float64))
-        tokens: list[int] = self._ops.sample(logits, draws).tolist()
-        return tokens
+        return self._ops.sample(logits, draws)
+
+    def _look(self, drawn: Tensor, logits: Tensor, needed: Sequence[int]) -> tuple[list[int], dict[int, Row]]:
+        """What was drawn, and the rows that are looked at beyond it, in host memory."""
+        if self._read is None:
+            rows = logits.numpy()
+            return drawn.tolist(), {i: rows[i] for i in needed}
+        kept = [torch.stack([logits[i] for i in needed])] if needed else []
+        tokens, *copied = self._read(drawn, *kept)()
+        return tokens.tolist(), dict(zip(needed, copied[0], strict=True)) if needed else {}
 
     def _changed(self, row: Row, spec: SampleSpec, past: Past | None) -> Row:
         if spec.rules is None or past is None:
             raise ValueError("a draw with rules needs the tokens that it follows")
         return self._rules.changed(row, spec.rules, past, spec.position)
-
-
-def _rows(logits: Tensor, needed: Sequence[int]) -> dict[int, Row]:
-    """The rows that are looked at beyond their draw, in host memory."""
-    if logits.device.type == "cpu":
-        rows = logits.numpy()
-        return {i: rows[i] for i in needed}
-    copied = logits[list(needed)].cpu().numpy()
-    return dict(zip(needed, copied, strict=True))
 
 
 def _settings(specs: Sequence[SampleSpec], chosen: Sequence[int]) -> dict[int, DrawSettings]:

@@ -27,7 +27,7 @@ class DraftModel:
     """
 
     def __init__(self, forward: Forward, drawer: Drawer, pages: KVPages, block_size: int) -> None:
-        self._forward, self._drawer, self.pages = forward, drawer, pages
+        self.forward, self._drawer, self.pages = forward, drawer, pages
         self._block_size = block_size
 
     def propose(self, rows: Sequence[Row], results: Sequence[RowResult]) -> dict[str, list[int]]:
@@ -42,7 +42,7 @@ class DraftModel:
         ]
         under_way = lines
         while under_way:
-            hidden = self._forward([line.row for line in under_way])
+            hidden = self.forward([line.row for line in under_way])
             ends = np.cumsum([len(line.row.token_ids) for line in under_way]).tolist()
             drawing = [(line, end - 1) for line, end in zip(under_way, ends, strict=True) if line.draws]
             draws = self._drawer.draw(hidden, [line.wanted(token) for line, token in drawing])

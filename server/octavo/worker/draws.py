@@ -7,7 +7,6 @@ from typing import TypeAlias
 
 import msgspec
 import numpy as np
-import torch
 from torch import Tensor
 
 from octavo.core.plan import Row, RowResult, SampleSpec, TokenLogprobs
@@ -15,6 +14,7 @@ from octavo.models.base import CausalLM
 from octavo.sampling.logprobs import token_logprobs
 from octavo.sampling.rules import Past
 from octavo.sampling.sampler import NOT_FINITE, Draw, Sampler
+from octavo.worker.device import Device
 
 LOGIT_ROWS = 256  # rows of logits held at once: with a vocabulary of 262,144 a quarter of a GiB
 
@@ -24,7 +24,7 @@ Wanted: TypeAlias = tuple[int, SampleSpec, Past | None]
 class Drawer:
     """From a model's hidden states to draws, a bounded number of logits at a time."""
 
-    def __init__(self, model: CausalLM, sampler: Sampler, device: torch.device) -> None:
+    def __init__(self, model: CausalLM, sampler: Sampler, device: Device) -> None:
         self._model, self._sampler, self._device = model, sampler, device
 
     def draw(self, hidden: Tensor, wanted: Sequence[Wanted]) -> list[Draw]:
@@ -46,7 +46,8 @@ class Drawer:
         for first in range(0, len(following), LOGIT_ROWS):
             part = following[first : first + LOGIT_ROWS]
             tokens = range(begin + first, begin + first + len(part))
-            for token, logits in zip(part, self._logits(hidden, tokens).cpu().numpy(), strict=True):
+            (rows,) = self._device.read(self._logits(hidden, tokens))()
+            for token, logits in zip(part, rows, strict=True):
                 known = np.isfinite(logits.max())
                 logprobs = token_logprobs(logits, token, row.prompt_logprobs) if known else None
                 scores.append(Draw(token, logprobs, None if known else NOT_FINITE))
@@ -56,7 +57,7 @@ class Drawer:
         """Float32 logits [len(tokens), V] after these tokens of the step; ``tokens`` may repeat some."""
         if len(tokens) == len(hidden) and list(tokens) == list(range(len(hidden))):
             return self._model.logits(hidden, None)
-        return self._model.logits(hidden, torch.tensor(tokens, device=self._device))
+        return self._model.logits(hidden, self._device.tensor(tokens))
 
 
 def draws_of(row: Row, end: int) -> Iterator[Wanted]:

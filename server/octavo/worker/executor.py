@@ -10,8 +10,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from octavo.config import EngineConfig
 from octavo.core.kv_layout import KVLayout, blocks_needed, kv_layout
 from octavo.core.plan import Row, SampleSpec, StepPlan, StepResult
@@ -28,7 +26,7 @@ from octavo.worker.connector import HostConnector, NullConnector
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.draws import Drawer
 from octavo.worker.forward import Forward
-from octavo.worker.gpu import gpu_budget, largest_step
+from octavo.worker.gpu import Gpu, MemoryUse, capture_sizes, largest_step, memory_use, out_of_memory_refused
 from octavo.worker.host import engines_here, free_memory, give_memory_back, set_threads
 from octavo.worker.inputs import StepInputs
 from octavo.worker.loading import Place, load_model, pick_place
@@ -85,7 +83,7 @@ class LocalExecutor:
 
     def sleep(self, level: int) -> None:
         self._runner = None
-        if level > 1 or (self._loaded is not None and self._loaded.place.device.type != "cpu"):
+        if level > 1 or (self._loaded is not None and isinstance(self._loaded.place.device, Gpu)):
             self._loaded = None  # of a GPU too: the file in the page cache is what host memory keeps of them
         give_memory_back()
 
@@ -106,11 +104,12 @@ class Loaded:
         self.config, self.place, self.model, self.draft = config, place, model, draft
         self.layout = kv_layout(model.config.windows)
         tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
-        self._activations = ActivationBuffers(model.shape, tokens, place.dtype, place.device)
+        where = place.device.torch_device
+        self._activations = ActivationBuffers(model.shape, tokens, place.dtype, where)
         self._draft_activations = None
         if draft is not None:  # what the target drew comes on top
             tokens += config.max_num_seqs
-            self._draft_activations = ActivationBuffers(draft.shape, tokens, place.dtype, place.device)
+            self._draft_activations = ActivationBuffers(draft.shape, tokens, place.dtype, where)
 
     @property
     def block_bytes(self) -> int:
@@ -129,21 +128,30 @@ class Loaded:
         chunk = self.config.max_num_batched_tokens
         return blocks_needed(self.layout.groups, num_tokens, self.config.block_size, chunk)
 
-    def largest_step(self) -> StepPlan:
-        """As many rows and tokens as a step may have."""
-        config, groups = self.config, len(self.layout.groups)
-        return largest_step(config.max_num_seqs, self._activations.max_tokens, config.block_size, groups)
+    def largest_steps(self) -> list[StepPlan]:
+        """As many rows and tokens as a step may have; and as many rows that decode."""
+        rows, block, groups = self.config.max_num_seqs, self.config.block_size, len(self.layout.groups)
+        return [largest_step(rows, tokens, block, groups) for tokens in (self._activations.max_tokens, rows)]
+
+    def capture_sizes(self) -> list[int]:
+        """Rows of the decode steps to capture: on a GPU whose kernels record graphs, unless refused."""
+        on_gpu = isinstance(self.place.device, Gpu)
+        if not on_gpu or self.place.ops.replays_any_size or self.config.enforce_eager:
+            return []
+        return capture_sizes(self.config.max_num_seqs)
 
     def runner(
         self, size: sizing.CacheSize, host_blocks: int = 0, grammars: Grammars | None = None
     ) -> ModelRunner:
         """A runner with a KV cache of this size."""
         config, place = self.config, self.place
-        sampler = Sampler(place.ops, RuleBook(config.max_num_seqs, grammars))
+        where = place.device.torch_device
+        read = place.device.read if isinstance(place.device, Gpu) else None
+        sampler = Sampler(place.ops, RuleBook(config.max_num_seqs, grammars), read)
 
         def pages(model: CausalLM, places: Sequence[tuple[int, int]]) -> KVPages:
             return KVPages.allocate(
-                place.ops, model.shape, places, size.num_blocks, size.block_size, place.dtype, place.device
+                place.ops, model.shape, places, size.num_blocks, size.block_size, place.dtype, where
             )
 
         def forward(model: CausalLM, activations: ActivationBuffers, groups: int, own: KVPages) -> Forward:
@@ -151,7 +159,7 @@ class Loaded:
             inputs = StepInputs(
                 activations, rows, length, size.block_size, groups, size.num_blocks, place.device
             )
-            return Forward(model, place.ops, inputs, own)
+            return Forward(model, place.ops, inputs, own, config.enforce_eager)
 
         draft = None
         if self.draft is not None and self._draft_activations is not None:
@@ -167,6 +175,7 @@ class Loaded:
             forward(self.model, self._activations, len(self.layout.groups), own),
             own,
             HostConnector(tensors, host_blocks) if host_blocks else NullConnector(),
+            place.device,
             draft,
         )
 
@@ -183,6 +192,9 @@ def build_executor(config: EngineConfig, path: Path, progress: Progress) -> Loca
 
     kernels = f"{place.ops.name} kernels ({place.ops.isa})"
     progress("loading weights", f"{model_config.architecture}, {place.dtype_name}, {kernels}")
+    if isinstance(place.device, Gpu) and config.kv_cache_memory_bytes is None:
+        gpu = place.device
+        sizing.check_gpu_share(gpu.total(), config.gpu_memory_utilization, gpu.free_at_start)
     began = time.monotonic()
     loaded = _load(config, model_config, path, place)
     log.info("Weights loaded in %.1f s", time.monotonic() - began)
@@ -190,12 +202,18 @@ def build_executor(config: EngineConfig, path: Path, progress: Progress) -> Loca
     progress("sizing the cache", "")
     size = _size(loaded)
     host_blocks = _host_blocks(loaded, size)
-    sizing.log_size(place.device.type, size)
+    sizing.log_size(place.device.torch_device.type, size)
     grammars = Grammars(lambda: load_assets(path).tokenizer_json, model_config.eos_token_ids)
 
     def build(loaded: Loaded) -> ModelRunner:
-        runner = loaded.runner(size, host_blocks, grammars)
-        warm_up(runner, size, min(WARM_UP_TOKENS, config.max_num_batched_tokens), len(loaded.layout.groups))
+        with out_of_memory_refused("making the KV cache and capturing graphs"):
+            runner = loaded.runner(size, host_blocks, grammars)
+            if sizes := loaded.capture_sizes():
+                began = time.monotonic()
+                runner.capture(sizes)
+                log.info("Decode steps of %d sizes captured in %.1f s", len(sizes), time.monotonic() - began)
+            tokens = min(WARM_UP_TOKENS, config.max_num_batched_tokens)
+            warm_up(runner, size, tokens, len(loaded.layout.groups))
         return runner
 
     progress("warming", f"{size.tokens} tokens of KV cache, up to {size.max_model_len} a request")
@@ -236,13 +254,15 @@ def warm_up(runner: ModelRunner, size: sizing.CacheSize, tokens: int, num_groups
 def _load(config: EngineConfig, model_config: ModelConfig, path: Path, place: Place) -> Loaded:
     wanted, limit = config.max_model_len, model_config.max_position
     positions = wanted if isinstance(wanted, int) else limit
-    model = load_model(model_config, path, place, positions)
     speculation = config.speculative_config
-    if speculation is None or speculation.model is None:
-        return Loaded(config, place, model, None)
-    draft_config = load_model_config(Path(speculation.model))
-    check_draft(draft_config, model_config)
-    return Loaded(config, place, model, load_model(draft_config, Path(speculation.model), place, positions))
+    with out_of_memory_refused("loading the weights"):
+        model = load_model(model_config, path, place, positions)
+        if speculation is None or speculation.model is None:
+            return Loaded(config, place, model, None)
+        draft_config = load_model_config(Path(speculation.model))
+        check_draft(draft_config, model_config)
+        draft = load_model(draft_config, Path(speculation.model), place, positions)
+        return Loaded(config, place, model, draft)
 
 
 def check_draft(draft: ModelConfig, target: ModelConfig) -> None:
@@ -260,12 +280,13 @@ def _size(loaded: Loaded) -> sizing.CacheSize:
     config, device, limit = loaded.config, loaded.place.device, loaded.model.config.max_position
     wanted, block = config.kv_cache_memory_bytes, config.block_size
     if wanted is not None:
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+        free = device.free() if isinstance(device, Gpu) else free_memory()
         budget = sizing.wanted_cache_bytes(wanted, free)
-    elif device.type == "cuda":
-        few = -(-config.max_num_batched_tokens // block)
-        profiling = loaded.runner(sizing.CacheSize(few, block, limit, few))
-        budget = gpu_budget(profiling, loaded.largest_step(), config.gpu_memory_utilization, device)
+    elif isinstance(device, Gpu):
+        use = _memory_use(loaded, device)
+        budget = sizing.gpu_cache_bytes(
+            device.total(), config.gpu_memory_utilization, use.weights, use.activations, use.graphs
+        )
     else:
         budget = sizing.cpu_cache_bytes(free_memory(), engines_here())
     size = sizing.size_cache(
@@ -274,9 +295,21 @@ def _size(loaded: Loaded) -> sizing.CacheSize:
     return size if wanted is not None else sizing.capped(size, config.max_num_seqs)
 
 
+def _memory_use(loaded: Loaded, gpu: Gpu) -> MemoryUse:
+    """On a cache that is as small as the largest step allows."""
+    plans, block = loaded.largest_steps(), loaded.config.block_size
+    few = 1 + max(max(row.block_tables[0]) for plan in plans for row in plan.rows)
+    wanted, limit = loaded.config.max_model_len, loaded.model.config.max_position
+    length = wanted if isinstance(wanted, int) else limit
+    with out_of_memory_refused("running the largest step"):
+        runner = loaded.runner(sizing.CacheSize(few, block, length, few))
+        cache = (few + 1) * loaded.block_bytes  # with the page of zeros
+        return memory_use(gpu, runner, cache, plans, loaded.capture_sizes())
+
+
 def _host_blocks(loaded: Loaded, size: sizing.CacheSize) -> int:
     """Blocks of the host tier."""
-    config, on_gpu = loaded.config, loaded.place.device.type == "cuda"
+    config, on_gpu = loaded.config, isinstance(loaded.place.device, Gpu)
     cache = size.num_blocks * loaded.block_bytes
     free = free_memory() // engines_here() - (0 if on_gpu else cache)
     wanted = sizing.host_bytes(config.swap_space, config.kv_offloading_gib, cache, on_gpu, free)

@@ -15,6 +15,8 @@ from octavo.models.base import CausalLM
 from octavo.models.checkpoint import open_checkpoint
 from octavo.models.config import ModelConfig
 from octavo.models.registry import model_class
+from octavo.worker.device import Device
+from octavo.worker.gpu import BFLOAT16_CAPABILITY, Gpu, find_gpu
 from octavo_kernels import Ops
 
 log = logging.getLogger(__name__)
@@ -24,7 +26,7 @@ log = logging.getLogger(__name__)
 class Place:
     """Where models run and how they compute."""
 
-    device: torch.device
+    device: Device
     dtype: torch.dtype
     ops: Ops
     format: WeightFormat = dataclasses.field(default_factory=PlainFormat)
@@ -42,34 +44,42 @@ def pick_place(device: str, dtype: str, stored: str) -> Place:
     where = pick_device(device)
     numbers = pick_dtype(dtype, stored, where)
     try:
-        ops = octavo_kernels.load("auto", where, numbers)
+        ops = octavo_kernels.load("auto", where.torch_device, numbers)
     except (octavo_kernels.KernelsUnavailable, ValueError) as error:
         raise ConfigError(str(error)) from error
     keeps = dtype == "auto" and numbers is torch.bfloat16 and ops.name == "cpu"
     return Place(where, numbers, ops, QuantisedFormat() if keeps else PlainFormat())
 
 
-def pick_device(wanted: str) -> torch.device:
-    """The torch device of the ``device`` setting; "auto" is a GPU where one can be used."""
-    usable = torch.cuda.is_available()
-    if wanted == "cuda" and not usable:
-        raise ConfigError(
-            "device is 'cuda', but torch finds no usable CUDA GPU here: "
-            "give the process one, or choose --device cpu"
-        )
-    return torch.device("cuda" if usable and wanted != "cpu" else "cpu")
+def pick_device(wanted: str) -> Device:
+    """The device of the ``device`` setting; "auto" is a GPU where one can be used."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return Device()
+    return find_gpu()
 
 
-def pick_dtype(wanted: str, stored: str, device: torch.device) -> torch.dtype:
+def pick_dtype(wanted: str, stored: str, device: Device) -> torch.dtype:
     """The torch dtype of the ``dtype`` setting; "auto" is the checkpoint's own.
 
-    On a CPU a float16 checkpoint runs in bfloat16 under "auto": the fast kernels have no float16.
+    On a CPU a float16 checkpoint runs in bfloat16 under "auto", since the fast kernels have no float16, and
+    on a GPU that has no bfloat16 one in bfloat16 runs in float16. Raises ``ConfigError`` where bfloat16 was
+    asked for on such a GPU.
     """
+    asked = wanted
     if wanted == "auto":
         wanted = stored if stored in ("float32", "float16", "bfloat16") else "bfloat16"
-        if wanted == "float16" and device.type == "cpu":
+        if wanted == "float16" and not isinstance(device, Gpu):
             log.info("The checkpoint is float16; running it in bfloat16, which CPUs compute faster")
             wanted = "bfloat16"
+    if wanted == "bfloat16" and isinstance(device, Gpu) and not device.computes_bfloat16:
+        needed = ".".join(map(str, BFLOAT16_CAPABILITY))
+        if asked != "auto":
+            raise ConfigError(
+                f"dtype is 'bfloat16', but {device.description} does not compute in it, as GPUs do from "
+                f"compute capability {needed} on: choose --dtype float16 or auto"
+            )
+        log.info("%s has no bfloat16; running the model in float16", device.description)
+        wanted = "float16"
     dtype: torch.dtype = getattr(torch, wanted)
     return dtype
 
@@ -78,5 +88,5 @@ def load_model(config: ModelConfig, path: Path, place: Place, max_positions: int
     """Build the model and read every parameter; its rotary tables reach ``max_positions``."""
     build = model_class(config.architecture)
     with open_checkpoint(path, config) as checkpoint, torch.inference_mode():
-        weights = Weights(checkpoint, place.dtype, place.device, format=place.format)
+        weights = Weights(checkpoint, place.dtype, place.device.torch_device, format=place.format)
         return build(config, weights, place.ops, max_positions)

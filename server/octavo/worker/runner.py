@@ -11,6 +11,7 @@ import torch
 from octavo.core.plan import Row, RowResult, StepPlan, StepResult
 from octavo.models.base import CausalLM
 from octavo.worker.connector import KVConnector
+from octavo.worker.device import Device
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.draws import Drawer, draws_of, row_result
 from octavo.worker.forward import Forward
@@ -29,11 +30,19 @@ class ModelRunner:
         forward: Forward,
         pages: KVPages,
         connector: KVConnector,
+        device: Device,
         draft: DraftModel | None = None,
     ) -> None:
         self.model, self.forward, self.pages = model, forward, pages
         self._ops, self._drawer, self._connector, self._draft = ops, drawer, connector, draft
+        self._device = device
         self._tensors = pages.tensors + (draft.pages.tensors if draft is not None else [])
+
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Capture decode steps of so many rows, and those of the draft model."""
+        self.forward.capture(sizes)
+        if self._draft is not None:
+            self._draft.forward.capture(sizes)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -65,6 +74,6 @@ class ModelRunner:
         ]
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        pairs = torch.tensor(copies, dtype=torch.int64, device=self._tensors[0].device)
+        pairs = self._device.tensor(copies)
         for tensor in self._tensors:
             self._ops.copy_blocks(tensor, pairs[:, 0].contiguous(), pairs[:, 1].contiguous())

@@ -49,6 +49,16 @@ def block_bytes(layers: int, block_size: int, kv_heads: int, head_dim: int, numb
     return 2 * layers * block_size * kv_heads * head_dim * number_bytes
 
 
+def check_gpu_share(total: int, utilisation: float, free: int) -> None:
+    """Refuse a share of a GPU's memory that is not free, before anything is loaded."""
+    if (share := int(total * utilisation)) > free:
+        most = int(free / total * 100) / 100
+        raise ConfigError(
+            f"gpu-memory-utilization is {utilisation:.2f}, {_gib(share)} of the GPU's {_gib(total)}, but "
+            f"only {_gib(free)} are free: end what holds the rest, or give at most {most}"
+        )
+
+
 def gpu_cache_bytes(
     total: int, utilisation: float, weights: int, peak_activations: int, graphs: int = 0
 ) -> int:
