@@ -158,7 +158,7 @@ def memory_use(
 
 
 def largest_step(max_rows: int, max_tokens: int, block_size: int, num_groups: int = 1) -> StepPlan:
-    """As many rows and tokens as a step may have, drawing in the way that takes most; rows share their blocks."""
+    """As many rows and tokens as a step may have, drawn from as takes most; the rows share their blocks."""
     rows = min(max_rows, max_tokens)
     share = max_tokens // rows
     tables = [list(range(-(-share // block_size)))] * num_groups
