@@ -2,11 +2,13 @@
 
 Shapes use M or T for tokens, N and K for a weight's rows and columns, H and Hkv for query and KV heads, D for
 the head dimension, B for sequences. Tensors may be strided views, but their last dimension is contiguous.
-Activations, weights (but for quantised ones) and the KV cache of one model share one dtype. ``out`` has the
-result's shape and dtype.
+Activations and weights (but for quantised ones) of one model share one dtype. ``out`` has the result's shape
+and dtype.
 
-Backends whose ``write_kv`` and ``paged_attention`` take ``kv_scale``, (of keys, of values), take a cache of
-float8_e4m3fn as well: it holds what is written over its scale, up to 448, and is read times it.
+So does the KV cache, unless it has 8 bits. One of float8_e4m3fn (``FP8``) holds what is written over
+``kv_scale``, (of keys, of values), up to 448, and is read times it. One of int8 holds the integers to which
+:func:`quantise_int8` rounds a token's keys of one head, or its values, and behind those of a page their
+scales: so whoever copies blocks copies these with them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from octavo_kernels.quantised import QuantisedWeight
 
 FP8 = torch.float8_e4m3fn
 """The 8-bit float of caches: 4 bits of exponent, 3 of mantissa."""
+SCALE_BYTES = 4
+"""Of the float32 scale that an int8 cache keeps for a token's keys, and for its values, in each head."""
 
 
 class KernelsUnavailable(RuntimeError):
@@ -79,6 +83,22 @@ class DrawSettings(NamedTuple):
 
 Replay: TypeAlias = Callable[[int, int], None]
 """Runs what was recorded, for so many tokens (rows) and sequences in the same buffers."""
+
+
+def quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., D] -> integers int8 [..., D] and their scales float32 [...], which make the largest 127.
+
+    A row with a number that is not finite has a scale that is not.
+    """
+    wide = x.float()
+    scales = wide.abs().amax(-1) * (1.0 / 127.0)
+    inverse = torch.where(scales >= torch.finfo(torch.float32).tiny, 1.0 / scales, 0.0)
+    return (wide * inverse[..., None]).round().nan_to_num().to(torch.int8), scales
+
+
+def as_bytes(cache: Tensor) -> Tensor:
+    """A cache as bytes where it is of FP8, which torch does not assign by index: for whoever copies blocks."""
+    return cache.view(torch.uint8) if cache.dtype == FP8 else cache
 
 
 class Ops(Protocol):
@@ -158,14 +178,24 @@ class Ops(Protocol):
         """
 
     def kv_cache_shape(
-        self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype | None = None,
     ) -> tuple[int, ...]:
-        """Shape of one layer's cache, K and V together, blocks first. Allocate it with ``torch.zeros``."""
+        """Shape of one layer's cache of ``dtype``, K and V together, blocks first: for ``torch.zeros``.
+
+        Without ``dtype`` that of any but int8, whose scales take room.
+        """
 
     def copy_blocks(self, cache: Tensor, src: Tensor, dst: Tensor) -> None:
         """Copy whole blocks src[i] -> dst[i] (int64 [n]); no block is both a source and a destination."""
 
-    def write_kv(self, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
+    def write_kv(
+        self, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, kv_scale: tuple[float, float] = (1.0, 1.0)
+    ) -> None:
         """Write k, v [T, Hkv, D] to slots int64 [T] (block * block_size + offset); negative: skipped."""
 
     def paged_attention(
@@ -177,6 +207,7 @@ class Ops(Protocol):
         window: int | None = None,
         softcap: float | None = None,
         out: Tensor | None = None,
+        kv_scale: tuple[float, float] = (1.0, 1.0),
     ) -> Tensor:
         """Causal attention of q [T, H, D] over the cached context -> [T, H, D].
 

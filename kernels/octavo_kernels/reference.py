@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo_kernels.ops import FP8, AttentionBatch, PackedWeight
+from octavo_kernels.ops import FP8, SCALE_BYTES, AttentionBatch, PackedWeight, as_bytes, quantise_int8
 from octavo_kernels.quantised import QuantisedWeight, quantise_activations, stack
 
 _ROWS_DRAWN = 16
@@ -93,12 +93,19 @@ class ReferenceOps:
             t.copy_(torch.cat([low * c - high * s, high * c + low * s], dim=-1))
 
     def kv_cache_shape(
-        self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype | None = None,
     ) -> tuple[int, ...]:
-        return (num_blocks, kv_heads, 2, block_size, head_dim)
+        scale = SCALE_BYTES if dtype == torch.int8 else 0
+        return (num_blocks, kv_heads, 2, block_size, head_dim + scale)
 
     def copy_blocks(self, cache: Tensor, src: Tensor, dst: Tensor) -> None:
-        cache[dst] = cache[src]
+        pages = as_bytes(cache)
+        pages[dst] = pages[src]
 
     def write_kv(
         self, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, kv_scale: tuple[float, float] = (1.0, 1.0)
@@ -107,11 +114,15 @@ class ReferenceOps:
         kept = slots >= 0
         slots = slots[kept]
         block, offset = slots // block_size, slots % block_size
-        if cache.dtype == FP8:
-            k, v = (_as_fp8(x, scale).view(torch.uint8) for x, scale in zip((k, v), kv_scale, strict=True))
-            cache = cache.view(torch.uint8)  # torch assigns by index to bytes, not to 8-bit floats
-        cache[block, :, 0, offset] = k[kept]
-        cache[block, :, 1, offset] = v[kept]
+        for part, (x, scale) in enumerate(zip((k[kept], v[kept]), kv_scale, strict=True)):
+            pages = as_bytes(cache)
+            if cache.dtype == FP8:
+                x = _as_fp8(x, scale).view(torch.uint8)
+            elif cache.dtype == torch.int8:
+                pages, page_scales = int8_pages(cache, x.shape[-1])
+                x, own = quantise_int8(x)
+                page_scales[block, :, part, offset] = own
+            pages[block, :, part, offset] = x
 
     def paged_attention(
         self,
@@ -132,10 +143,13 @@ class ReferenceOps:
                 y[queries] = 0
                 continue
             blocks = batch.block_tables[row, : -(-seq_len // batch.block_size)].long()
-            pages = cache[blocks].float()
-            if cache.dtype == FP8:
-                pages = pages * torch.tensor(kv_scale, device=q.device)[:, None, None]
-            y[queries] = _attend(q[queries], pages, seq_len, scale, window, softcap)
+            pages = cache[blocks]
+            if cache.dtype == torch.int8:
+                pages, scales = int8_pages(pages, q.shape[-1])
+                pages = pages * scales[..., None]
+            elif cache.dtype == FP8:
+                pages = pages.float() * torch.tensor(kv_scale, device=q.device)[:, None, None]
+            y[queries] = _attend(q[queries], pages.float(), seq_len, scale, window, softcap)
         return y
 
     def sample(self, logits: Tensor, draws: Tensor | None = None) -> Tensor:
@@ -170,6 +184,17 @@ def _draw(logits: Tensor, peaks: Tensor, draws: Tensor) -> Tensor:
     drawn = torch.searchsorted(mass, number * total, right=True)
     last = torch.searchsorted(mass, total)
     return torch.minimum(drawn, last)[:, 0]
+
+
+def int8_pages(cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Views of an int8 cache: integers [blocks, Hkv, 2, block_size, D], scales [blocks, Hkv, 2, block_size].
+
+    In memory the integers of all tokens of a page come first, for reads that are aligned.
+    """
+    block_size = cache.shape[3]
+    pages = cache.flatten(3)
+    numbers, scales = pages.split((block_size * head_dim, block_size * SCALE_BYTES), dim=-1)
+    return numbers.unflatten(-1, (block_size, head_dim)), scales.view(torch.float32)
 
 
 def _attend(

@@ -2,21 +2,26 @@
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from attention_cases import scattered_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo_kernels import AttentionBatch
+from octavo_kernels.ops import FP8, quantise_int8
 
 # float32: softmax in blocks sums in another order. bfloat16: scores are exact products summed in float32;
-# probabilities and results are rounded to 8 bits, and a result is a mean of values of size up to 4.
+# probabilities and results are rounded to 8 bits, and a result is a mean of values of size up to 4. What a cache
+# of 8 bits holds is read exactly.
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2**-6, "atol": 2**-6}}
 
 
 @dataclass
 class Case:
     dtype: torch.dtype
+    stored: torch.dtype
+    """Of the cache."""
     kv_heads: int
     share: int
     dim: int
@@ -26,6 +31,13 @@ class Case:
     window: int | None
     softcap: float | None
     seed: int
+
+    @property
+    def scales(self):
+        return {"kv_scale": (0.5, 2.0)} if self.stored == FP8 else {}
+
+
+DTYPES = [(dtype, stored) for dtype in (torch.float32, torch.bfloat16) for stored in (dtype, FP8, torch.int8)]
 
 
 @st.composite
@@ -39,8 +51,10 @@ def cases(draw):
             max_size=5,
         )
     )
+    dtype, stored = draw(st.sampled_from(DTYPES))
     return Case(
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        dtype=dtype,
+        stored=stored,
         kv_heads=draw(st.integers(1, 3)),
         share=draw(st.sampled_from([1, 2, 3, 4, 5, 8])),
         dim=draw(st.sampled_from([16, 24, 64, 80, 128, 256])),
@@ -60,12 +74,13 @@ def slots_of(batch, row):
     )
 
 
-def fill(ops, batch, num_blocks, keys_values, dtype, filler=0.0):
+def fill(ops, batch, num_blocks, keys_values, dtype, byte=0, **scales):
+    """A cache of ``dtype`` with these keys and values, every other byte of it ``byte``."""
     kv_heads, dim = keys_values[0][0].shape[1:]
-    shape = ops.kv_cache_shape(num_blocks, batch.block_size, kv_heads, dim)
-    cache = torch.full(shape, filler, dtype=dtype)
+    *shape, last = ops.kv_cache_shape(num_blocks, batch.block_size, kv_heads, dim, dtype)
+    cache = torch.full((*shape, last * dtype.itemsize), byte, dtype=torch.uint8).view(dtype)
     for row, (k, v) in enumerate(keys_values):
-        ops.write_kv(k, v, cache, slots_of(batch, row))
+        ops.write_kv(k, v, cache, slots_of(batch, row), **scales)
     return cache
 
 
@@ -85,10 +100,10 @@ def random_sequences(case):
 def test_attention_equals_the_reference(cpu, reference, case):
     q, keys_values = random_sequences(case)
     batch, blocks = scattered_batch(case.rows, case.block_size)
-    options = {"scale": case.dim**-0.5, "window": case.window, "softcap": case.softcap}
-    result = cpu.paged_attention(q, fill(cpu, batch, blocks, keys_values, case.dtype), batch, **options)
-    wide = [(k.float(), v.float()) for k, v in keys_values]
-    cache = fill(reference, batch, blocks, wide, torch.float32)
+    options = {"scale": case.dim**-0.5, "window": case.window, "softcap": case.softcap, **case.scales}
+    cache = fill(cpu, batch, blocks, keys_values, case.stored, **case.scales)
+    result = cpu.paged_attention(q, cache, batch, **options)
+    cache = fill(reference, batch, blocks, keys_values, case.stored, **case.scales)
     expected = reference.paged_attention(q.float(), cache, batch, **options).to(case.dtype)
     torch.testing.assert_close(result, expected, **TOLERANCE[case.dtype])
 
@@ -99,15 +114,15 @@ def test_attention_equals_the_reference(cpu, reference, case):
     tail=st.integers(1, 60),
     others=st.lists(st.integers(1, 300), max_size=9),
     window=st.one_of(st.none(), st.integers(1, 200)),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtypes=st.sampled_from(DTYPES),
 )
-def test_a_row_does_not_depend_on_its_chunk_or_its_batch(cpu, context, tail, others, window, dtype):
+def test_a_row_does_not_depend_on_its_chunk_or_its_batch(cpu, context, tail, others, window, dtypes):
     tail = min(tail, context)
     rows = [(tail, context), *((1, other) for other in others)]
-    case = Case(dtype, 2, 3, 64, 16, rows, window, None, 0)
+    case = Case(*dtypes, 2, 3, 64, 16, rows, window, None, 0)
     q, keys_values = random_sequences(case)
     batch, blocks = scattered_batch(rows, 16)
-    cache = fill(cpu, batch, blocks, keys_values, dtype)
+    cache = fill(cpu, batch, blocks, keys_values, case.stored)
     together = cpu.paged_attention(q, cache, batch, 0.125, window)[tail - 1]
     alone = AttentionBatch(
         torch.tensor([0, 1], dtype=torch.int32), batch.seq_lens[:1], batch.block_tables[:1], 16, 1
@@ -116,34 +131,68 @@ def test_a_row_does_not_depend_on_its_chunk_or_its_batch(cpu, context, tail, oth
 
 
 def test_what_lies_behind_the_end_of_a_sequence_does_not_matter(cpu):
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, stored in DTYPES:
         rows = [(1, 37), (20, 41), (1, 3)]
-        case = Case(dtype, 1, 5, 64, 16, rows, None, None, 0)
+        case = Case(dtype, stored, 1, 5, 64, 16, rows, None, None, 0)
         q, keys_values = random_sequences(case)
         batch, blocks = scattered_batch(rows, 16)
-        clean = fill(cpu, batch, blocks, keys_values, dtype)
-        dirty = fill(cpu, batch, blocks, keys_values, dtype, filler=float("nan"))
+        clean = fill(cpu, batch, blocks, keys_values, stored)
+        dirty = fill(cpu, batch, blocks, keys_values, stored, byte=0xFF)  # no number, whatever the dtype
         expected = cpu.paged_attention(q, clean, batch, 0.125)
         assert torch.equal(cpu.paged_attention(q, dirty, batch, 0.125), expected)
 
 
-def test_copied_blocks_read_like_their_sources_and_negative_slots_are_skipped(cpu):
-    k, v = torch.randn(16, 1, 32), torch.randn(16, 1, 32)
-    cache = torch.zeros(cpu.kv_cache_shape(3, 16, 1, 32))
-    cpu.write_kv(k, v, cache, torch.arange(16))
-    before = cache.clone()
-    cpu.write_kv(k, v, cache, torch.full((16,), -1))
-    assert torch.equal(cache, before)
-    cpu.copy_blocks(cache, torch.tensor([0]), torch.tensor([2]))
-    q = torch.randn(1, 2, 32)
-    results = []
-    for block in (0, 2):
-        batch = AttentionBatch(
-            torch.tensor([0, 1], dtype=torch.int32),
-            torch.tensor([16], dtype=torch.int32),
-            torch.tensor([[block]], dtype=torch.int32),
-            16,
-            1,
-        )
-        results.append(cpu.paged_attention(q, cache, batch, 0.2))
-    assert torch.equal(results[0], results[1]) and results[0].abs().sum() > 0
+def alone(blocks, block_size):
+    """A batch of one query in each of these blocks, over all tokens of it."""
+    count = len(blocks)
+    starts, tables = torch.arange(count + 1).int(), torch.tensor(blocks).int()[:, None]
+    return AttentionBatch(starts, torch.full((count,), block_size).int(), tables, block_size, 1)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, FP8, torch.int8])
+def test_copied_blocks_read_like_their_sources_and_negative_slots_are_skipped(cpu, reference, stored):
+    for ops in (cpu, reference):
+        k, v = torch.randn(16, 1, 32), torch.randn(16, 1, 32)
+        cache = torch.zeros(ops.kv_cache_shape(3, 16, 1, 32, stored)).to(stored)
+        ops.write_kv(k, v, cache, torch.arange(16))
+        before = cache.view(torch.uint8).clone()
+        ops.write_kv(k, v, cache, torch.full((16,), -1))
+        assert torch.equal(cache.view(torch.uint8), before)
+        ops.copy_blocks(cache, torch.tensor([0]), torch.tensor([2]))
+        results = ops.paged_attention(torch.randn(1, 2, 32).expand(2, 2, 32), cache, alone([0, 2], 16), 0.2)
+        assert torch.equal(results[0], results[1]) and results[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eight_bit_floats_are_torchs_for_every_size_of_number(cpu, dtype):
+    """All magnitudes about the format's: subnormal, ties, the largest, and what is larger."""
+    halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    v = halves[halves.isfinite()].view(-1, 1, 32).to(dtype)
+    cache = torch.zeros(cpu.kv_cache_shape(len(v), 1, 1, 32)).to(FP8)
+    cpu.write_kv(-v, v, cache, torch.arange(len(v)))
+    result = cpu.paged_attention(torch.zeros_like(v), cache, alone(range(len(v)), 1), 0.1)
+    assert torch.equal(result.float(), v.float().clamp(-448, 448).to(FP8).float())
+
+
+def test_integers_and_scales_are_the_references(cpu):
+    """Of rows of any size, of zeros, and of one large number; one that is not finite is not hidden."""
+    v = torch.randn(60, 1, 80) * torch.logspace(-42, 30, 60)[:, None, None]
+    v[3], v[4, 0, 7] = 0, 1e4
+    v[5, 0, 9], v[6, 0, 70] = float("nan"), float("-inf")
+    cache = torch.zeros(cpu.kv_cache_shape(len(v), 1, 1, 80, torch.int8)).to(torch.int8)
+    cpu.write_kv(v, v, cache, torch.arange(len(v)))
+    result = cpu.paged_attention(torch.zeros(len(v), 2, 80), cache, alone(range(len(v)), 1), 0.1)
+    numbers, scales = quantise_int8(v)
+    finite = scales.isfinite()[:, 0]
+    expected = (numbers * scales[..., None]).expand(-1, 2, 80)
+    assert torch.equal(result[finite], expected[finite])
+    assert finite.sum() == 58 and not result[~finite].isfinite().any()
+
+
+def test_a_cache_of_another_float_is_refused(cpu):
+    k = torch.randn(1, 1, 32)
+    cache = torch.zeros(cpu.kv_cache_shape(1, 16, 1, 32), dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"the cache is torch.bfloat16, .* torch.float32"):
+        cpu.write_kv(k, k, cache, torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"the cache is torch.bfloat16, .* torch.float32"):
+        cpu.paged_attention(k, cache, alone([0], 16), 0.1)

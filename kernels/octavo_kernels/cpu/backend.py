@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from octavo_kernels.cpu.library import Arena, Quants, Weight, open_library, usable_cpus
-from octavo_kernels.ops import AttentionBatch, PackedWeight, Replay
+from octavo_kernels.ops import FP8, SCALE_BYTES, AttentionBatch, PackedWeight, Replay, as_bytes
 from octavo_kernels.quantised import QuantisedWeight
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _QUANTISED = 2
+_STORED = {torch.float32: 0, torch.bfloat16: 0, FP8: 1, torch.int8: 2}
+"""How a cache holds its numbers (octavo::Stored)."""
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 _PAGE_TOKENS = 16
 """Tokens of a page come in groups of so many (kGroup)."""
@@ -263,19 +265,29 @@ class CpuOps:
         )
 
     def kv_cache_shape(
-        self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype | None = None,
     ) -> tuple[int, ...]:
         """[num_blocks, kv_heads, block_size, elements per token]: a head's page fills the last two.
 
         Block sizes that are no multiple of 16 work, but take the room of one that is, and a slow path.
         """
-        page = -(-block_size // _PAGE_TOKENS) * _PAGE_TOKENS * 2 * (-(-head_dim // _DIM_STEP) * _DIM_STEP)
+        token = -(-head_dim // _DIM_STEP) * _DIM_STEP + (SCALE_BYTES if dtype == torch.int8 else 0)
+        page = -(-block_size // _PAGE_TOKENS) * _PAGE_TOKENS * 2 * token
         return (num_blocks, kv_heads, block_size, -(-page // block_size))
 
     def copy_blocks(self, cache: Tensor, src: Tensor, dst: Tensor) -> None:
-        cache[dst] = cache[src]
+        pages = as_bytes(cache)
+        pages[dst] = pages[src]
 
-    def write_kv(self, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
+    def write_kv(
+        self, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, kv_scale: tuple[float, float] = (1.0, 1.0)
+    ) -> None:
+        _check_cache(k, cache)
         tokens, kv_heads, dim = k.shape
         _, _, block_size, token_elements = cache.shape
         self._write_kv(
@@ -292,7 +304,10 @@ class CpuOps:
             block_size,
             token_elements,
             slots.data_ptr(),
-            _DTYPES[cache.dtype],
+            1.0 / kv_scale[0],
+            1.0 / kv_scale[1],
+            _DTYPES[k.dtype],
+            _STORED[cache.dtype],
         )
 
     def paged_attention(
@@ -304,8 +319,13 @@ class CpuOps:
         window: int | None = None,
         softcap: float | None = None,
         out: Tensor | None = None,
+        kv_scale: tuple[float, float] = (1.0, 1.0),
     ) -> Tensor:
+        _check_cache(q, cache)
         _, heads, dim = q.shape
+        value_scale = 1.0
+        if cache.dtype == FP8:
+            scale, value_scale = scale * kv_scale[0], kv_scale[1]
         if out is None:
             out = self._new(q.shape, q.dtype)
         tables = batch.block_tables
@@ -329,9 +349,11 @@ class CpuOps:
             kv_heads,
             dim,
             scale,
+            value_scale,
             window or 0,
             softcap or 0.0,
-            _DTYPES[cache.dtype],
+            _DTYPES[q.dtype],
+            _STORED[cache.dtype],
         )
         return out
 
@@ -349,6 +371,11 @@ class CpuOps:
             tokens.data_ptr(),
         )
         return tokens
+
+
+def _check_cache(x: Tensor, cache: Tensor) -> None:
+    if cache.dtype is not x.dtype and cache.dtype not in (FP8, torch.int8):
+        raise TypeError(f"the cache is {cache.dtype}, queries, keys and values are {x.dtype}")
 
 
 def _quants(weight: QuantisedWeight) -> tuple[Quants, list[Tensor]]:

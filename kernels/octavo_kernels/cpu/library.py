@@ -40,7 +40,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "write_kv": (
         None,
-        [c_void_p, c_long, c_long, c_void_p, *[c_long] * 5, c_void_p, c_long, c_long, c_void_p, c_int],
+        [c_void_p, c_long, c_long, c_void_p, *[c_long] * 5, c_void_p, c_long, c_long, c_void_p, c_float, c_float,
+         c_int, c_int],
     ),
     "attention": (
         None,
@@ -48,7 +49,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
             *[c_void_p, c_long, c_long] * 3,
             *[c_void_p] * 3,
             *[c_long] * 5,
-            *[c_float, c_long, c_float, c_int],
+            *[c_float, c_float, c_long, c_float, c_int, c_int],
         ],
     ),
     "sample": (None, [c_void_p, *[c_long] * 3, c_void_p, c_void_p]),

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo_kernels.ops import FP8, AttentionBatch
+from octavo_kernels.ops import FP8, AttentionBatch, as_bytes
 from octavo_kernels.triton import attention
 from octavo_kernels.triton.tables import SPLITS, Kind, Tiles, shortest_split, tiles
 
@@ -29,11 +29,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 def warps(elements: int) -> int:
     """Warps of a program that works on so many elements."""
     return min(16, max(1, elements // _WARP_ELEMENTS))
-
-
-def as_bytes(cache: Tensor) -> Tensor:
-    """A cache as the kernels take it: 8-bit floats as bytes, since not every architecture knows them."""
-    return cache.view(torch.uint8) if cache.dtype == FP8 else cache
 
 
 class Shape:

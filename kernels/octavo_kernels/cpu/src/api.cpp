@@ -12,9 +12,10 @@ namespace octavo {
 namespace {
 
 // A cache is [blocks][kv_heads][block_size][token_elements], the page of one head filling the last two.
-CacheLayout layout_of(void* data, long kv_heads, long block_size, long token_elements, long dim, int dtype) {
+CacheLayout layout_of(void* data, long kv_heads, long block_size, long token_elements, long dim, int dtype,
+                      int stored) {
     const long head_stride = block_size * token_elements;
-    return {data, kv_heads * head_stride, head_stride, block_size, dim, round_up(dim, kDimStep), dtype};
+    return {data, kv_heads * head_stride, head_stride, block_size, dim, round_up(dim, kDimStep), dtype, stored};
 }
 
 }  // namespace
@@ -76,19 +77,19 @@ OCTAVO_API void octavo_rotary(void* q, long q_token, long q_head, long heads, vo
 
 OCTAVO_API void octavo_write_kv(const void* k, long k_token, long k_head, const void* v, long v_token, long v_head,
                                 long kv_heads, long tokens, long dim, void* cache, long block_size, long token_elements,
-                                const int64_t* slots, int dtype) {
-    const CacheLayout layout = layout_of(cache, kv_heads, block_size, token_elements, dim, dtype);
-    perform(WriteKV{layout, k, v, k_token, k_head, v_token, v_head, kv_heads, slots, tokens});
+                                const int64_t* slots, float key_factor, float value_factor, int dtype, int stored) {
+    const CacheLayout layout = layout_of(cache, kv_heads, block_size, token_elements, dim, dtype, stored);
+    perform(WriteKV{layout, k, v, k_token, k_head, v_token, v_head, kv_heads, key_factor, value_factor, slots, tokens});
 }
 
 OCTAVO_API void octavo_attention(const void* q, long q_token, long q_head, void* out, long out_token, long out_head,
                                  void* cache, long block_size, long token_elements, const int32_t* query_start,
                                  const int32_t* seq_lens, const int32_t* block_tables, long table_stride,
-                                 long sequences, long heads, long kv_heads, long dim, float scale, long window,
-                                 float softcap, int dtype) {
-    const CacheLayout layout = layout_of(cache, kv_heads, block_size, token_elements, dim, dtype);
+                                 long sequences, long heads, long kv_heads, long dim, float scale,
+                                 float value_scale, long window, float softcap, int dtype, int stored) {
+    const CacheLayout layout = layout_of(cache, kv_heads, block_size, token_elements, dim, dtype, stored);
     perform(Attention{q, out, q_token, q_head, out_token, out_head, layout, query_start, seq_lens, block_tables,
-                      table_stride, heads, kv_heads, scale, window, softcap, sequences, 0, nullptr});
+                      table_stride, heads, kv_heads, scale, value_scale, window, softcap, sequences, 0, nullptr});
 }
 
 // draws: null, or [rows] of Draw.

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "cache.h"
-#include "simd.h"
+#include "eight_bits.h"
 
 namespace octavo {
 namespace OCTAVO_ISA {
@@ -38,6 +38,8 @@ struct Tile {
     float* probabilities;      // as the policy's Query type, same shape; may be scores
     Softmax chunk, running;
     T* spare;                  // keys and values of kChunkGroups groups, where they cannot be read in place
+    uint8_t* bytes;            // room for a group of an 8-bit cache
+    float *key_scales, *value_scales;    // of each token of the chunk, in int8; else null
 };
 
 static const float kMinusInfinity = -__builtin_inff();
@@ -50,15 +52,16 @@ static inline Softmax carve(float*& at, long rows, long padded_dim) {
 
 // Copy the valid tokens of a group (keys and values) to `to`, zeros after them: what lies behind the end of a sequence
 // may be anything, and zero times infinity is not zero.
-template <class T>
-void gather_group(const Attention& a, const AttentionTask& task, long token, long end, T* keys, T* values) {
+// Stored: the type of the cache's numbers, in the order of T.
+template <class T, class Stored>
+void gather_group(const Attention& a, const AttentionTask& task, long token, long end, Stored* keys, Stored* values) {
     const CacheLayout& c = a.cache;
     const int32_t* table = a.block_tables + task.sequence * a.table_stride;
-    for (long i = 0; i < 2 * c.group_elements(); i++) (i < c.group_elements() ? keys[i] : values[i - c.group_elements()]) = T{};
+    for (long i = 0; i < c.group_elements(); i++) keys[i] = values[i] = Stored{};
     for (long i = 0; i < kGroup && token + i < end; i++) {
         const long block = table[(token + i) / c.block_size], offset = (token + i) % c.block_size;
-        const T* from_keys = key_group<T>(c, block, task.kv_head, offset / kGroup);
-        const T* from_values = value_group<T>(c, block, task.kv_head, offset / kGroup);
+        const Stored* from_keys = key_group<Stored>(c, block, task.kv_head, offset / kGroup);
+        const Stored* from_values = value_group<Stored>(c, block, task.kv_head, offset / kGroup);
         for (long d = 0; d < c.dim; d++) {
             keys[key_offset<T>(i, d)] = from_keys[key_offset<T>(offset % kGroup, d)];
             values[value_offset<T>(c, i, d)] = from_values[value_offset<T>(c, offset % kGroup, d)];
@@ -80,6 +83,53 @@ void copy_values(const CacheLayout& c, const T* from, long tokens, T* to) {
         for (long d = 0; d < c.padded_dim; d++) to[pairs + 2 * d] = from[pairs + 2 * d];
 }
 
+// The scales of a group's first `tokens`, zeros after them.
+static inline void gather_scales(const Attention& a, const AttentionTask& task, long token, long tokens, float* keys,
+                                 float* values) {
+    const CacheLayout& c = a.cache;
+    const int32_t* table = a.block_tables + task.sequence * a.table_stride;
+    for (long i = 0; i < kGroup; i++) keys[i] = values[i] = 0.0f;
+    const long step = c.block_size % kGroup == 0 ? tokens : 1;
+    for (long i = 0; i < tokens; i += step) {
+        const long block = table[(token + i) / c.block_size], offset = (token + i) % c.block_size;
+        const long group = offset / kGroup, at = offset % kGroup * sizeof(float), size = step * sizeof(float);
+        __builtin_memcpy(keys + i, key_scales(c, block, task.kv_head, group) + at, size);
+        __builtin_memcpy(values + i, value_scales(c, block, task.kv_head, group) + at, size);
+    }
+}
+
+// Bring a group of numbers of 8 bits, and their scales, to the tile. Numbers behind the end are finite, whatever lies there.
+template <class T>
+void widen_group(const Attention& a, const AttentionTask& task, long token, long end, long last, Tile<T>& tile) {
+    const CacheLayout& c = a.cache;
+    const int32_t* table = a.block_tables + task.sequence * a.table_stride;
+    const long g = tile.groups - 1, count = c.group_elements();
+    const uint8_t *keys = tile.bytes, *values = tile.bytes + count;
+    if (c.block_size % kGroup == 0) {
+        const long group = token % c.block_size / kGroup, next = token + kChunk < last ? token + kChunk : token;
+        keys = key_group<uint8_t>(c, table[token / c.block_size], task.kv_head, group);
+        values = keys + c.groups() * count;
+        const long next_group = next % c.block_size / kGroup;
+        const uint8_t* ahead = key_group<uint8_t>(c, table[next / c.block_size], task.kv_head, next_group);
+        for (long i = 0; i < count; i += 64) {
+            _mm_prefetch(reinterpret_cast<const char*>(ahead + i), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char*>(ahead + c.groups() * count + i), _MM_HINT_T0);
+        }
+    } else {
+        gather_group<T>(a, task, token, end, tile.bytes, tile.bytes + count);
+    }
+    T* spare = tile.spare + 2 * g * count;
+    void (*widen)(const uint8_t*, T*, long) = widen_e4m3;
+    if (c.stored == kInt8) widen = widen_int8;
+    widen(keys, spare, count);
+    widen(values, spare + count, count);
+    tile.keys[g] = tile.next_keys[g] = spare;
+    tile.values[g] = spare + count;
+    if (c.stored != kInt8) return;
+    const long tokens = smaller(kGroup, end - token);
+    gather_scales(a, task, token, tokens, tile.key_scales + g * kGroup, tile.value_scales + g * kGroup);
+}
+
 // Point the tile at the groups that hold the tokens [begin, end), begin a multiple of kGroup, of a context that the task
 // reads up to `last`.
 template <class T>
@@ -90,10 +140,14 @@ void find_groups(const Attention& a, const AttentionTask& task, long begin, long
     tile.groups = 0;
     for (long token = begin; token < end; token += kGroup) {
         const long g = tile.groups++;
+        if (c.stored != kPlain) {
+            widen_group(a, task, token, end, last, tile);
+            continue;
+        }
         T* spare_keys = tile.spare + 2 * g * c.group_elements();
         T* spare_values = spare_keys + c.group_elements();
         if (!aligned) {
-            gather_group(a, task, token, end, spare_keys, spare_values);
+            gather_group<T>(a, task, token, end, spare_keys, spare_values);
             tile.keys[g] = spare_keys;
             tile.values[g] = spare_values;
             tile.next_keys[g] = spare_keys;
@@ -111,16 +165,19 @@ void find_groups(const Attention& a, const AttentionTask& task, long begin, long
     }
 }
 
-// Scores of one row to probabilities relative to the row's maximum; only columns [begin, end) are seen.
+// Scores of one row to probabilities relative to the row's maximum; only columns [begin, end) are seen. The scales (or null)
+// are those of each column's key, and of its value.
 template <class P>
-void softmax_row(float* scores, long columns, long begin, long end, float scale, float softcap, P* out, float& maximum,
-                 float& sum_out) {
+void softmax_row(float* scores, long columns, long begin, long end, float scale, float softcap, const float* key_scales,
+                 const float* value_scales, P* out, float& maximum, float& sum_out) {
     if (begin >= end) {
         for (long i = 0; i < columns; i++) out[i] = P{};
         maximum = kMinusInfinity;
         sum_out = 0.0f;
         return;
     }
+    if (key_scales)
+        for (long i = 0; i < columns; i += kWidth) store(scores + i, mul(load(scores + i), load(key_scales + i)));
     if (softcap > 0.0f) {
         const Vec inner = set1(scale / softcap), cap = set1(softcap);
         for (long i = 0; i < columns; i += kWidth) store(scores + i, mul(tanh(mul(load(scores + i), inner)), cap));
@@ -136,7 +193,7 @@ void softmax_row(float* scores, long columns, long begin, long end, float scale,
     for (long i = 0; i < columns; i += kWidth) {
         const Vec p = exp(fma(load(scores + i), factor, shift));
         total = add(total, p);
-        store(out + i, p);
+        store(out + i, value_scales ? mul(p, load(value_scales + i)) : p);
     }
     sum_out = sum(total);
 }
@@ -179,7 +236,7 @@ void write_rows(const Attention& a, const AttentionTask& task, const Softmax& re
         const long token = a.query_start[task.sequence] + task.first + r / share;
         T* out = static_cast<T*>(a.out) + token * a.out_token + (task.kv_head * share + r % share) * a.out_head;
         const float* values = result.values + r * a.cache.padded_dim;
-        const Vec scale = set1(1.0f / result.sum[r]);
+        const Vec scale = set1(a.value_scale / result.sum[r]);
         long d = 0;
         for (; d + kWidth <= dim; d += kWidth) store(out + d, mul(load(values + d), scale));
         if (d < dim) store_some(out + d, mul(load(values + d), scale), dim - d);
@@ -211,7 +268,8 @@ void attend_tile(const Attention& a, const AttentionTask& task) {
     const CacheLayout& c = a.cache;
     const long share = a.heads / a.kv_heads, rows = task.tokens * share, padded_rows = round_up(rows, kRowPad);
     const long spare = kChunkGroups * 2 * c.group_elements() * sizeof(T) / sizeof(float);
-    float* at = thread_scratch(padded_rows * (3 * c.padded_dim + 2 * kChunk + 4) + spare);
+    const long bytes = 2 * c.group_elements() / sizeof(float);
+    float* at = thread_scratch(padded_rows * (3 * c.padded_dim + 2 * kChunk + 4) + spare + bytes + 2 * kChunk);
     Tile<T> tile;
     tile.rows = rows;
     tile.dim = c.dim;
@@ -222,6 +280,11 @@ void attend_tile(const Attention& a, const AttentionTask& task) {
     at = tile.probabilities + padded_rows * kChunk;
     tile.spare = reinterpret_cast<T*>(at);
     at += spare;
+    tile.bytes = reinterpret_cast<uint8_t*>(at);
+    at += bytes;
+    tile.key_scales = c.stored == kInt8 ? at : nullptr;
+    tile.value_scales = c.stored == kInt8 ? at + kChunk : nullptr;
+    at += 2 * kChunk;
     tile.chunk = carve(at, padded_rows, c.padded_dim);
     tile.running = carve(at, padded_rows, c.padded_dim);
     load_queries<T>(a, task, reinterpret_cast<Query*>(tile.queries));
@@ -243,7 +306,7 @@ void attend_tile(const Attention& a, const AttentionTask& task) {
             const long own = position + r / share;
             const long first = a.window > 0 ? larger(0, own - a.window + 1 - begin) : 0;
             softmax_row(tile.scores + r * kChunk, columns, first, smaller(own + 1 - begin, columns), a.scale, a.softcap,
-                        probabilities + r * kChunk, tile.chunk.maximum[r], tile.chunk.sum[r]);
+                        tile.key_scales, tile.value_scales, probabilities + r * kChunk, tile.chunk.maximum[r], tile.chunk.sum[r]);
         }
         Products::weigh(tile);
         if (task.partial < 0) merge_rows(tile.chunk, tile.running, rows, c.padded_dim);

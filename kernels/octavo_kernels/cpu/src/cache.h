@@ -15,6 +15,14 @@ static inline T* value_group(const CacheLayout& c, long block, long kv_head, lon
     return key_group<T>(c, block, kv_head, c.groups() + group);
 }
 
+// The float32 scales of a group of int8, which may lie anywhere.
+static inline char* key_scales(const CacheLayout& c, long block, long kv_head, long group) {
+    return key_group<char>(c, block, kv_head, 2 * c.groups()) + group * kGroup * sizeof(float);
+}
+static inline char* value_scales(const CacheLayout& c, long block, long kv_head, long group) {
+    return key_scales(c, block, kv_head, c.groups() + group);
+}
+
 // Offset of a token's value of dimension d inside its group: pairs of dimensions (keys) or tokens (values) lie side by
 // side in bfloat16, one after the other in float32.
 template <class T>

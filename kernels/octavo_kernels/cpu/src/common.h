@@ -12,6 +12,7 @@ struct bf16 {
 };
 
 enum DType : int { kFloat32 = 0, kBFloat16 = 1, kQuantised = 2 };    // the last of weights only
+enum Stored : int { kPlain = 0, kE4M3 = 1, kInt8 = 2 };    // numbers of a KV cache: as they are multiplied, or in 8 bits
 enum Activation : int { kNone = 0, kSilu = 1, kGeluTanh = 2 };
 
 constexpr long kPanel = 32;       // columns of a packed weight that are computed together: two AMX tiles

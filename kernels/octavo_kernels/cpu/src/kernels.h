@@ -120,11 +120,14 @@ struct Rotary {
 // Where a KV head's keys and values of one block lie: keys first, then values, each in groups of 16 tokens.
 // Keys: float32 [group][dim][16 tokens], bfloat16 [group][dim / 2][16][2].
 // Values: float32 [group][16][dim], bfloat16 [group][8 token pairs][dim][2].
+// Numbers of 8 bits lie in the order of the dtype in which they are multiplied. Behind those of int8 follow float32 scales,
+// one a token: of the keys [group][16], then of the values.
 struct CacheLayout {
     void* data;
     long block_stride, head_stride;    // elements
     long block_size, dim, padded_dim;
-    int dtype;
+    int dtype;     // of queries, keys and values
+    int stored;    // Stored: how the cache holds the last two
 
     long groups() const { return ceil_div(block_size, kGroup); }
     long group_elements() const { return kGroup * padded_dim; }
@@ -136,6 +139,7 @@ struct WriteKV {
     const void* v;
     long k_token, k_head, v_token, v_head;
     long kv_heads;
+    float key_factor, value_factor;    // what e4m3 holds is multiplied by these
     const int64_t* slots;
     long tokens;
 };
@@ -150,7 +154,8 @@ struct Attention {
     const int32_t* block_tables;
     long table_stride;
     long heads, kv_heads;
-    float scale;
+    float scale;           // of scores
+    float value_scale;     // of results
     long window;           // 0: none
     float softcap;         // 0: none
     long sequences;
