@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo_kernels import AttentionBatch, load
-from octavo_kernels.ops import FP8
+from octavo_kernels.ops import FP8, quantise_int8
+from octavo_kernels.reference import int8_pages
 
 # float32: softmax in tiles sums in another order, and a softcap's tanh is made of exp. Half precision: the
 # probabilities are rounded for the product (cut off, by the interpreter), and so is the result: two steps of
@@ -23,7 +24,7 @@ TOLERANCE = {
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` are (queries, context) of each sequence; ``kv_scale`` None: the cache is of ``dtype``."""
+    """``rows`` are (queries, context) of each sequence; ``stored`` is the cache's dtype, if not ``dtype``."""
 
     dtype: torch.dtype
     kv_heads: int
@@ -33,12 +34,12 @@ class Case:
     rows: tuple[tuple[int, int], ...]
     window: int | None = None
     softcap: float | None = None
-    kv_scale: tuple[float, float] | None = None
+    stored: torch.dtype | None = None
 
     @property
     def options(self) -> dict[str, object]:
         """Arguments of ``paged_attention`` after the batch."""
-        scales = {} if self.kv_scale is None else {"kv_scale": self.kv_scale}
+        scales = {"kv_scale": (0.5, 2.0)} if self.stored == FP8 else {}
         return {"scale": self.dim**-0.5, "window": self.window, "softcap": self.softcap, **scales}
 
 
@@ -58,7 +59,7 @@ def random_case(seed: int, *, decode: bool, longest: int = 400) -> Case:
         rows=tuple(rows),
         window=pick.choice([None, None, pick.randint(1, 300)]),
         softcap=pick.choice([None, None, 30.0]),
-        kv_scale=pick.choice([None, None, (0.5, 2.0)]),
+        stored=pick.choice([None, None, FP8, torch.int8]),
     )
 
 
@@ -98,14 +99,27 @@ def random_inputs(case: Case, seed: int, device: str = "cpu") -> tuple[Tensor, T
         for i in range(-(-context // case.block_size)):
             end[batch.block_tables[row, i].item()] = min(case.block_size, context - i * case.block_size)
     held[(torch.arange(case.block_size) >= end[:, None])[:, None, None].expand(shape[:4])] = float("nan")
-    return q, held.to(case.dtype if case.kv_scale is None else FP8).to(device), batch
+    return q, _cache_of(held, case.stored or case.dtype).to(device), batch
+
+
+def _cache_of(held: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cache of these numbers [blocks, Hkv, 2, block_size, D]."""
+    if dtype != torch.int8:
+        return held.to(dtype)
+    *pages, dim = held.shape
+    cache = torch.empty(
+        load("reference").kv_cache_shape(pages[0], pages[3], pages[1], dim, dtype), dtype=dtype
+    )
+    for place, values in zip(int8_pages(cache, dim), quantise_int8(held), strict=True):
+        place.copy_(values)
+    return cache
 
 
 def assert_equals_reference(ops: object, case: Case, seed: int, device: str = "cpu") -> Tensor:
     """Attention of ``ops`` is that of the reference in float32 on the same numbers -> its result."""
     q, cache, batch = random_inputs(case, seed, device)
     result = ops.paged_attention(q, cache, batch, **case.options)
-    exact = cache if case.kv_scale is not None else cache.float()
+    exact = cache.float() if case.stored is None else cache
     expected = load("reference").paged_attention(q.float(), exact, batch, **case.options).to(case.dtype)
     torch.testing.assert_close(result, expected, **TOLERANCE[case.dtype])
     return result

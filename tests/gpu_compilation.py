@@ -91,8 +91,9 @@ def _attend(ops: TritonOps, case: Case) -> None:
     tokens, sequences = sum(queries for queries, _ in case.rows), len(case.rows)
     longest = max(context for _, context in case.rows)
     q = torch.empty(tokens, case.kv_heads * case.group, case.dim, dtype=case.dtype)
-    shape = ops.kv_cache_shape(4, case.block_size, case.kv_heads, case.dim)
-    cache = torch.empty(shape, dtype=FP8 if case.kv_scale else case.dtype)
+    dtype = case.stored or case.dtype
+    shape = ops.kv_cache_shape(4, case.block_size, case.kv_heads, case.dim, dtype)
+    cache = torch.empty(shape, dtype=dtype)
     starts, lengths = torch.empty(sequences + 1, dtype=torch.int32), torch.empty(sequences, dtype=torch.int32)
     tables = torch.empty(sequences, -(-longest // case.block_size), dtype=torch.int32)
     batch = AttentionBatch(starts, lengths, tables, case.block_size, max(queries for queries, _ in case.rows))
@@ -100,9 +101,9 @@ def _attend(ops: TritonOps, case: Case) -> None:
 
 
 def _write(ops: TritonOps) -> None:
-    for dtype in (torch.bfloat16, torch.float16, FP8):
+    for dtype in (torch.bfloat16, torch.float16, FP8, torch.int8):
         k = torch.empty(3, 8, 128, dtype=torch.float16 if dtype == torch.float16 else torch.bfloat16)
-        cache = torch.empty(ops.kv_cache_shape(4, 16, 8, 128), dtype=dtype)
+        cache = torch.empty(ops.kv_cache_shape(4, 16, 8, 128, dtype), dtype=dtype)
         ops.write_kv(k, k, cache, torch.empty(3, dtype=torch.int64))
 
 

@@ -97,7 +97,7 @@ def quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def as_bytes(cache: Tensor) -> Tensor:
-    """A cache as bytes where it is of FP8, which torch does not assign by index: for whoever copies blocks."""
+    """A cache, as bytes if it is of FP8, which torch does not assign by index: for whoever copies blocks."""
     return cache.view(torch.uint8) if cache.dtype == FP8 else cache
 
 

@@ -25,6 +25,7 @@ from octavo.values import (
 )
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 SPECULATIVE_METHODS = ("ngram", "draft_model")
 MAX_DRAFTS = 64  # tokens guessed at a time, or matched
@@ -159,6 +160,10 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = _setting(
         None, "size of the KV cache, e.g. 256Mi; default on CPU: a share of free memory", parse=parse_size
     )
+    kv_cache_dtype: str = _setting(
+        "auto", "type of keys and values in the KV cache; auto: the model's; fp8 (that is fp8_e4m3) and int8 "
+        "halve bfloat16's memory", choices=KV_CACHE_DTYPES,
+    )  # fmt: skip
     swap_space: float | None = _setting(
         None, "GiB of host memory for preempted sequences; default: 4 with a GPU, else a quarter of the KV "
         "cache", parse=lambda value: number("swap-space", value, False, 0, None), metavar="GIB",
@@ -256,7 +261,6 @@ class EngineConfig:
     )  # fmt: skip
     speculative_model: str | None = _setting(None, "the draft model (speculative-config says more)")
     num_speculative_tokens: int | None = _setting(None, "tokens speculative-model guesses at a time")
-    kv_cache_dtype: str = _setting("auto", "type of the KV cache", off=("auto",))
     uvicorn_log_level: str = _setting(
         "warning", "how much the HTTP server itself logs",
         choices=("critical", "error", "warning", "info", "debug", "trace"),

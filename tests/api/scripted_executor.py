@@ -40,7 +40,7 @@ class ScriptedExecutor:
             block_bytes=1 << 16,
             num_host_blocks=0,
             eos_token_ids=[EOS],
-            kv={"groups": [{"kind": "full"}]},
+            kv={"dtype": "bfloat16", "groups": [{"kind": "full"}]},
         )
         self.asleep = set()
         self.fails_at = -1

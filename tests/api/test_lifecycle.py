@@ -123,7 +123,7 @@ def test_the_probes_of_a_ready_server(start: Any) -> None:
         assert server.http.get(path).json()["state"] == "ready"
     assert server.http.post("/ping").status_code == 200
     assert server.http.get("/version").json() == {"version": octavo.__version__}
-    server.wait_log(r"KV cache  400 blocks of 16: 6400 tokens, prefix caching on")
+    server.wait_log(r"KV cache  400 blocks of 16: 6400 tokens of bfloat16, prefix caching on")
     server.wait_log(r"keys      none")
 
 

@@ -44,7 +44,13 @@ def test_the_page_of_metrics_says_their_names_types_labels_and_buckets(fast: Any
 
 
 def test_the_cache_says_how_large_it_is(fast: Any) -> None:
-    info = {"block_size": "16", "num_gpu_blocks": "400", "model_name": "tiny", "engine": "0"}
+    info = {
+        "block_size": "16",
+        "cache_dtype": "bfloat16",
+        "num_gpu_blocks": "400",
+        "model_name": "tiny",
+        "engine": "0",
+    }
     assert fast.metric("vllm:cache_config_info", **info) == 1
 
 

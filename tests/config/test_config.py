@@ -15,14 +15,13 @@ from octavo.errors import ConfigError
     "flag",
     [
         "--tensor-parallel-size=1", "--pipeline-parallel-size=1", "--quantization=none",
-        "--kv-cache-dtype=auto",
     ],
 )  # fmt: skip
 def test_a_feature_to_come_takes_the_flag_that_leaves_it_off(flag: str) -> None:
     assert engine_config("m", [flag]) == EngineConfig(model="m")
 
 
-@pytest.mark.parametrize("flag", ["--tensor-parallel-size=2", "--quantization=awq", "--kv-cache-dtype=fp8"])
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size=2", "--quantization=awq"])
 def test_a_feature_to_come_is_refused_by_name(flag: str) -> None:
     name, _, value = flag.removeprefix("--").partition("=")
     with pytest.raises(ConfigError, match=f"{name} is '{value}': not supported yet"):
@@ -55,6 +54,7 @@ def test_none_is_the_default_and_flags_equal_keywords() -> None:
         ("drain_timeout_s", float("inf"), "finite number"),
         ("enable_prefix_caching", "no", "True or False"),
         ("max_model_len", "²", "a number of tokens"),
+        ("kv_cache_dtype", "fp8_e5m2", "choose one of auto, float32, .*fp8, fp8_e4m3, int8"),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused(setting: str, value: object, allowed: str) -> None:

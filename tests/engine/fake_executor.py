@@ -27,7 +27,7 @@ class CountingExecutor:
             block_bytes=1 << 16,
             num_host_blocks=0,
             eos_token_ids=[99],
-            kv={"groups": [{"kind": "full"}]},
+            kv={"dtype": "bfloat16", "groups": [{"kind": "full"}]},
         )
         self.pace = threading.Event()  # never set: waiting on it is the step's work
         self.pace_s = pace_s

@@ -24,7 +24,7 @@ class Executor:
             block_bytes=1 << 16,
             num_host_blocks=0,
             eos_token_ids=[99],
-            kv={"groups": [{"kind": kind} for kind in kinds]},
+            kv={"dtype": "bfloat16", "groups": [{"kind": kind} for kind in kinds]},
         )
 
     def execute(self, plan):
@@ -168,6 +168,7 @@ def test_what_it_says_of_its_cache_is_what_a_router_needs(core):
         "root": BlockHasher("xxhash", 8).root.hex(),
         "block_size": 8,
         "num_blocks": 20,
+        "dtype": "bfloat16",
         "groups": [{"kind": "full"}],
         "events": None,
     }

@@ -85,7 +85,7 @@ def test_elementwise_operations_equal_the_reference(ops, reference, dtype):
         torch.testing.assert_close(ops.gate_up(x, packed, activation), expected, **ROUNDED)
 
 
-@pytest.mark.parametrize("cache_dtype", [BRAIN, FP8])
+@pytest.mark.parametrize("cache_dtype", [BRAIN, FP8, torch.int8])
 def test_written_slots_equal_the_reference_bit_for_bit(ops, reference, cache_dtype):
     k, v = torch.randn(2, 50, 8, 128, device="cuda").to(BRAIN) * 20
     slots = torch.randperm(8 * 16, device="cuda")[:50]
@@ -93,7 +93,7 @@ def test_written_slots_equal_the_reference_bit_for_bit(ops, reference, cache_dty
     scale = {"kv_scale": (0.3, 2.0)} if cache_dtype == FP8 else {}
     caches = []
     for backend in (ops, reference):
-        cache = torch.zeros(backend.kv_cache_shape(8, 16, 8, 128), device="cuda").to(cache_dtype)
+        cache = torch.zeros(backend.kv_cache_shape(8, 16, 8, 128, cache_dtype), device="cuda").to(cache_dtype)
         backend.write_kv(k, v, cache, slots, **scale)
         caches.append(cache.view(torch.uint8))
     assert torch.equal(*caches)

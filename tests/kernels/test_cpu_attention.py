@@ -12,8 +12,8 @@ from octavo_kernels import AttentionBatch
 from octavo_kernels.ops import FP8, quantise_int8
 
 # float32: softmax in blocks sums in another order. bfloat16: scores are exact products summed in float32;
-# probabilities and results are rounded to 8 bits, and a result is a mean of values of size up to 4. What a cache
-# of 8 bits holds is read exactly.
+# probabilities and results are rounded to 8 bits, and a result is a mean of values of size up to 4. What an
+# 8-bit cache holds is read exactly.
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2**-6, "atol": 2**-6}}
 
 

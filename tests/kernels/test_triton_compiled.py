@@ -15,16 +15,19 @@ pytest.importorskip("triton")
 from attention_cases import Case
 from gpu_compilation import compile_kernels
 
+from octavo_kernels.ops import FP8
+
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 BRAIN, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 
 DECODE, PREFILL = ((1, 4000),) * 2, ((64, 4000), (1, 9))
-SCALED, GEMMA = {"kv_scale": (0.5, 2.0)}, {"window": 1024, "softcap": 30.0}
+FLOAT8, INT8 = {"stored": FP8}, {"stored": torch.int8}
+GEMMA = {"window": 1024, "softcap": 30.0}
 ATTENTION = [
     Case(dtype, 2, 4, dim, 16, rows, **options)
     for dim in (64, 128, 256)
     for rows in (DECODE, PREFILL)
-    for dtype, options in ((BRAIN, {}), (HALF, SCALED | GEMMA), (FULL, {}))
+    for dtype, options in ((BRAIN, {}), (HALF, FLOAT8 | GEMMA), (BRAIN, INT8), (FULL, {}))
 ]
 
 # Of one program: registers a lane, KiB of shared memory. A processor of NVIDIA's has 65536 registers and 164
@@ -32,9 +35,9 @@ ATTENTION = [
 # of 256 lanes may have all registers. A quarter of AMD's has 512 registers for each lane of a wave: a decode
 # program leaves room for a second; all of the processor has 64 KiB.
 BOUNDS = {
-    "sm_80": {"decode_kernel": (176, 80), "mixed_kernel": (255, 72)},
-    "sm_90": {"decode_kernel": (176, 80), "mixed_kernel": (255, 200)},
-    "sm_100": {"decode_kernel": (176, 80), "mixed_kernel": (255, 136)},
+    "sm_80": {"decode_kernel": (240, 80), "mixed_kernel": (255, 72)},
+    "sm_90": {"decode_kernel": (240, 80), "mixed_kernel": (255, 200)},
+    "sm_100": {"decode_kernel": (240, 80), "mixed_kernel": (255, 136)},
     "gfx942": {"decode_kernel": (224, 32), "mixed_kernel": (340, 40)},
 }
 # The others are bound by memory: many programs at once keep it busy.

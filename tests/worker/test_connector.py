@@ -10,10 +10,11 @@ from octavo.worker.connector import HostConnector, NullConnector, runs
 
 
 def cache_tensors(blocks: int = 8) -> list[torch.Tensor]:
-    """Two tensors of pages of different shapes, every page different."""
+    """Tensors of pages of different shapes and types, every page different."""
     return [
         torch.arange(blocks * 12, dtype=torch.float32).view(blocks, 3, 4),
         torch.arange(blocks * 5).view(blocks, 5),
+        torch.arange(blocks * 6, dtype=torch.uint8).view(blocks, 2, 3).view(torch.float8_e4m3fn),
     ]
 
 
@@ -36,10 +37,11 @@ def test_blocks_come_back_as_they_were_saved_wherever_they_go(
     (saved,) = finish(connector, 1)
     assert saved.id == 1 and saved.seconds >= 0
     for tensor in pages:
-        tensor.zero_()
+        tensor.view(torch.uint8).zero_()
     connector.load(Transfer(2, True, [(5, 0), (0, 1), (1, 3)]))
     assert [done.id for done in finish(connector, 1)] == [2]
     for tensor, kept in zip(pages, before, strict=True):
+        tensor, kept = tensor.view(torch.uint8), kept.view(torch.uint8)
         assert torch.equal(tensor[[5, 0, 1]], kept[[2, 3, 7]])
         assert not tensor[[2, 3, 4, 6, 7]].any()
 
@@ -52,7 +54,9 @@ def test_transfers_run_in_the_order_of_their_calls_and_end_once() -> None:
     connector.load(Transfer(2, True, [(6, 0)]))
     connector.save(Transfer(3, False, [(2, 1)]))
     assert sorted(done.id for done in finish(connector, 3)) == [1, 2, 3]
-    assert all(torch.equal(tensor[6], kept) for tensor, kept in zip(pages, first, strict=True))
+    assert all(
+        torch.equal(tensor[6].float(), kept.float()) for tensor, kept in zip(pages, first, strict=True)
+    )
     assert connector.finished(wait=True) == []
 
 

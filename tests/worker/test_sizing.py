@@ -34,6 +34,7 @@ def size_cache(
 def test_bytes_of_a_token_are_the_references() -> None:
     assert block_bytes(40, 1, 40, 128, 2) == 819_200  # OPT-13B, fp16
     assert block_bytes(28, 1, 2, 128, 2) == 28_672  # Qwen2.5-1.5B, bf16
+    assert block_bytes(28, 1, 2, 128, 1, 4) == 14_784  # the same in int8, with scales
 
 
 def test_gpu_pool_is_its_share_less_weights_activations_and_graphs() -> None:

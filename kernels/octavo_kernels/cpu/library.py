@@ -40,8 +40,21 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "write_kv": (
         None,
-        [c_void_p, c_long, c_long, c_void_p, *[c_long] * 5, c_void_p, c_long, c_long, c_void_p, c_float, c_float,
-         c_int, c_int],
+        [
+            c_void_p,
+            c_long,
+            c_long,
+            c_void_p,
+            *[c_long] * 5,
+            c_void_p,
+            c_long,
+            c_long,
+            c_void_p,
+            c_float,
+            c_float,
+            c_int,
+            c_int,
+        ],
     ),
     "attention": (
         None,

@@ -29,9 +29,11 @@ def _operand(x, dtype: tl.constexpr, FP8: tl.constexpr, FP8_HARDWARE: tl.constex
 
 
 @triton.jit
-def _scores(q, k, scale, SOFTCAP: tl.constexpr):
+def _scores(q, k, scale, key_scales, SOFTCAP: tl.constexpr, INT8: tl.constexpr):
     """q [rows, D], k [tokens, D] -> scores [rows, tokens] times log2(e), so that exp2 serves as exp."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if INT8:
+        scores = scores * key_scales[None, :]
     if SOFTCAP > 0:
         # tanh(u) = 1 - 2 / (exp(2u) + 1), which at both ends is right even where exp is 0 or infinite.
         scores = SOFTCAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / SOFTCAP)) + 1.0))
@@ -44,6 +46,7 @@ def _attend(
     q,
     position,
     cache,
+    scales,
     table,
     begin,
     end,
@@ -59,13 +62,14 @@ def _attend(
     SOFTCAP: tl.constexpr,
     FP8: tl.constexpr,
     FP8_HARDWARE: tl.constexpr,
+    INT8: tl.constexpr,
     CAUSAL: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Take in positions [begin, end) of the context: state (result, total, peak) of the rows -> state.
 
-    ``cache`` points to the head's keys in block 0, ``position`` [rows] are the rows' own. WHOLE: the span is
-    whole tiles. Without CAUSAL every row sees all of it.
+    ``cache`` points to the head's keys in block 0, ``scales`` to theirs in int8, ``position`` [rows] are the
+    rows' own. WHOLE: the span is whole tiles. Without CAUSAL every row sees all of it.
     """
     result, total, peak = state
     token, dim = tl.arange(0, TOKENS), tl.arange(0, TILE)
@@ -85,7 +89,12 @@ def _attend(
             mask = inside[:, None] & (dim < DIM)[None, :]
             k = tl.load(place, mask=mask, other=0)
             v = tl.load(place + value_stride, mask=mask, other=0)
-        scores = _scores(q, _operand(k, q.dtype, FP8, FP8_HARDWARE), scale, SOFTCAP)
+        key_scales, value_scales = 1.0, 1.0
+        if INT8:
+            at_scales = scales + block.to(tl.int64) * (block_stride // 4) + at % BLOCK_SIZE
+            key_scales = tl.load(at_scales, mask=inside, other=0.0)
+            value_scales = tl.load(at_scales + value_stride // 4, mask=inside, other=0.0)
+        scores = _scores(q, _operand(k, q.dtype, FP8, FP8_HARDWARE), scale, key_scales, SOFTCAP, INT8)
         if CAUSAL:
             seen = inside[None, :] & (at[None, :] <= position[:, None])
             if WINDOW > 0:
@@ -98,6 +107,8 @@ def _attend(
         weights = tl.exp2(scores - higher[:, None])
         total = total * shrink + tl.sum(weights, axis=1)
         v = _operand(v, q.dtype, FP8, FP8_HARDWARE)
+        if INT8:
+            weights = weights * value_scales[None, :]
         result = tl.dot(weights.to(q.dtype), v, result * shrink[:, None], input_precision="ieee")
         peak = higher
     return result, total, peak
@@ -120,6 +131,7 @@ def _split_size(span, SPLITS: tl.constexpr, SHORTEST: tl.constexpr, TOKENS: tl.c
 def decode_kernel(
     q,
     cache,
+    scales,
     out,
     partial,
     stats,
@@ -150,13 +162,16 @@ def decode_kernel(
     SOFTCAP: tl.constexpr,
     FP8: tl.constexpr,
     FP8_HARDWARE: tl.constexpr,
+    INT8: tl.constexpr,
     DIRECT: tl.constexpr,
 ):
     """Program (sequence, KV head, split): one query of GROUP heads over one part of its context.
 
     Splits come last in the grid: those that are empty, past the ends of short sequences, start after all the
-    work is under way. DIRECT: contexts have one split at most, and the result goes to ``out``; else, before
-    its division by total, to ``partial`` [B, H, parts, DIM], and (peak, total) to ``stats`` [B, H, parts, 2].
+    work is under way. In int8 ``scales`` points to a cache's first; its strides are a quarter of the cache's,
+    but for a token's, which is 1. DIRECT: contexts have one split at most, and the result goes to ``out``;
+    else, before its division by total, to ``partial`` [B, H, parts, DIM], and (peak, total) to ``stats``
+    [B, H, parts, 2].
     """
     sequence, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(seq_lens + sequence)
@@ -177,6 +192,7 @@ def decode_kernel(
         query,
         row,  # every position of the span is seen, whatever the row's own
         cache + kv_head * head_stride,
+        scales + kv_head * (head_stride // 4),
         tables + sequence * table_stride,
         begin,
         end,
@@ -192,6 +208,7 @@ def decode_kernel(
         SOFTCAP,
         FP8,
         FP8_HARDWARE,
+        INT8,
         CAUSAL=False,
         WHOLE=False,
     )
@@ -263,6 +280,7 @@ def _sequence_of(tile, query_start, sequences, QUERIES: tl.constexpr):
 def mixed_kernel(
     q,
     cache,
+    scales,
     out,
     tables,
     query_start,
@@ -291,6 +309,7 @@ def mixed_kernel(
     SOFTCAP: tl.constexpr,
     FP8: tl.constexpr,
     FP8_HARDWARE: tl.constexpr,
+    INT8: tl.constexpr,
 ):
     """Program (tile, KV head): QUERIES consecutive queries of one sequence, in the GROUP heads of a KV head.
 
@@ -315,6 +334,7 @@ def mixed_kernel(
     values = tl.load(place, mask=mask, other=0.0).to(DOT)
 
     keys = cache + kv_head * head_stride
+    scales = scales + kv_head * (head_stride // 4)
     table = tables + sequence.to(tl.int64) * table_stride
     end = context + own
     state = _nothing_seen(ROWS, TILE)
@@ -324,19 +344,19 @@ def mixed_kernel(
         edge = tl.maximum(end - WINDOW - begin, 0)
         whole = tl.minimum(begin + tl.cdiv(edge, TOKENS) * TOKENS, end)
         state = _attend(
-            state, values, position, keys, table, begin, whole, scale, block_stride, value_stride,
-            token_stride, DIM, TILE, TOKENS, BLOCK_SIZE, WINDOW, SOFTCAP, FP8, FP8_HARDWARE,
+            state, values, position, keys, scales, table, begin, whole, scale, block_stride, value_stride,
+            token_stride, DIM, TILE, TOKENS, BLOCK_SIZE, WINDOW, SOFTCAP, FP8, FP8_HARDWARE, INT8,
             CAUSAL=True, WHOLE=False,
         )  # fmt: skip
     diagonal = whole + tl.maximum(context + 1 - whole, 0) // TOKENS * TOKENS
     state = _attend(
-        state, values, position, keys, table, whole, diagonal, scale, block_stride, value_stride,
-        token_stride, DIM, TILE, TOKENS, BLOCK_SIZE, WINDOW, SOFTCAP, FP8, FP8_HARDWARE,
+        state, values, position, keys, scales, table, whole, diagonal, scale, block_stride, value_stride,
+        token_stride, DIM, TILE, TOKENS, BLOCK_SIZE, WINDOW, SOFTCAP, FP8, FP8_HARDWARE, INT8,
         CAUSAL=False, WHOLE=True,
     )  # fmt: skip
     result, total, _ = _attend(
-        state, values, position, keys, table, diagonal, end, scale, block_stride, value_stride,
-        token_stride, DIM, TILE, TOKENS, BLOCK_SIZE, WINDOW, SOFTCAP, FP8, FP8_HARDWARE,
+        state, values, position, keys, scales, table, diagonal, end, scale, block_stride, value_stride,
+        token_stride, DIM, TILE, TOKENS, BLOCK_SIZE, WINDOW, SOFTCAP, FP8, FP8_HARDWARE, INT8,
         CAUSAL=True, WHOLE=False,
     )  # fmt: skip
     total = tl.where(total > 0, total, 1.0)

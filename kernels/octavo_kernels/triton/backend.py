@@ -24,7 +24,7 @@ from octavo_kernels.ops import FP8, AttentionBatch, KernelsUnavailable, PackedWe
 from octavo_kernels.quantised import QuantisedWeight
 from octavo_kernels.reference import ReferenceOps
 from octavo_kernels.triton import elementwise, kv_cache
-from octavo_kernels.triton.launch import INTERPRETER, Shape, as_bytes, decode, launch, mixed, warps
+from octavo_kernels.triton.launch import INTERPRETER, Shape, decode, launch, mixed, pieces, warps
 from octavo_kernels.triton.tables import is_tuned
 
 log = logging.getLogger(__name__)
@@ -194,27 +194,25 @@ class TritonOps(ReferenceOps):
             num_warps=warps(heads * tile),
         )
 
-    def copy_blocks(self, cache: Tensor, src: Tensor, dst: Tensor) -> None:
-        pages = as_bytes(cache)
-        pages[dst] = pages[src]
-
     def write_kv(
         self, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, kv_scale: tuple[float, float] = (1.0, 1.0)
     ) -> None:
         tokens, kv_heads, dim = k.shape
         heads, tile = _head_tile(kv_heads, dim)
+        numbers, scales, strides = pieces(cache, dim)
         launch(
             kv_cache.write_kv_kernel,
             (tokens, triton.cdiv(kv_heads, heads)),
             k,
             v,
-            as_bytes(cache),
+            numbers,
+            scales,
             slots,
             k.stride(0),
             k.stride(1),
             v.stride(0),
             v.stride(1),
-            *cache.stride()[:4],
+            *strides,
             1.0 / kv_scale[0],
             1.0 / kv_scale[1],
             KV_HEADS=kv_heads,
@@ -223,6 +221,8 @@ class TritonOps(ReferenceOps):
             HEADS=heads,
             TILE=tile,
             FP8=cache.dtype == FP8,
+            INT8=cache.dtype == torch.int8,
+            enable_fp_fusion=False,  # what int8 rounds is the product, on every backend
             num_warps=warps(heads * tile),
         )
 

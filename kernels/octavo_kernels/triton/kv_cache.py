@@ -1,8 +1,8 @@
 """Writing keys and values to their pages, and the 8-bit floats that they may be kept in.
 
 A cache is [blocks, Hkv, 2, block_size, D], as the reference's: the keys of one head and block are one piece
-of memory, and so are the values, which is how an attention tile reads them. Offsets of blocks are int64,
-since pools exceed 2^31 elements.
+of memory, and so are the values, which is how an attention tile reads them. In int8 a piece ends with its
+tokens' scales. Offsets of blocks are int64, since pools exceed 2^31 elements.
 
 float8 e4m3 (4 bits of exponent, 3 of mantissa, up to 448, no infinities) is handled as bytes: sm_80 and
 gfx942 have no such type. Encoding is the same arithmetic everywhere and rounds to nearest even, as torch
@@ -37,6 +37,17 @@ def from_e4m3(bits, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def to_int8(x):
+    """float32 [rows, D] -> int8 and the rows' scales, as ``octavo_kernels.ops.quantise_int8``."""
+    scale = tl.max(tl.abs(x), axis=1) * (1.0 / 127.0)
+    least = 1.1754943508222875e-38  # of normal numbers
+    inverse = tl.where(scale >= least, tl.div_rn(1.0, tl.maximum(scale, least)), 0.0)
+    # To the nearest, ties to even, of |x| < 2^22: that added, the last place is 1.
+    numbers = (x * inverse[:, None] + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    return numbers, scale
+
+
+@triton.jit
 def _stored(x, inverse_scale, dtype: tl.constexpr, FP8: tl.constexpr):
     if FP8:
         return to_e4m3(x.to(tl.float32) * inverse_scale)
@@ -48,6 +59,7 @@ def write_kv_kernel(
     k,
     v,
     cache,
+    scales,
     slots,
     k_token,
     k_head,
@@ -65,8 +77,12 @@ def write_kv_kernel(
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
     FP8: tl.constexpr,
+    INT8: tl.constexpr,
 ):
-    """Program (token, j) writes keys and values of the j-th HEADS heads of one token."""
+    """Program (token, j) writes keys and values of the j-th HEADS heads of one token.
+
+    ``scales`` is an int8 cache's first one (see ``attention.decode_kernel``); else anything.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:
@@ -77,6 +93,16 @@ def write_kv_kernel(
     values = tl.load(v + token * v_token + head[:, None] * v_head + dim[None, :], mask=mask, other=0.0)
     page = cache + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * token_stride
     place = page + head[:, None] * head_stride + dim[None, :]
-    dtype: tl.constexpr = cache.dtype.element_ty
-    tl.store(place, _stored(keys, inverse_k_scale, dtype, FP8), mask=mask)
-    tl.store(place + value_stride, _stored(values, inverse_v_scale, dtype, FP8), mask=mask)
+    if INT8:
+        numbers, key_scales = to_int8(keys.to(tl.float32))
+        tl.store(place, numbers, mask=mask)
+        numbers, value_scales = to_int8(values.to(tl.float32))
+        tl.store(place + value_stride, numbers, mask=mask)
+        first = scales + (slot // BLOCK_SIZE) * (block_stride // 4) + slot % BLOCK_SIZE
+        place = first + head * (head_stride // 4)
+        tl.store(place, key_scales, mask=head < KV_HEADS)
+        tl.store(place + value_stride // 4, value_scales, mask=head < KV_HEADS)
+    else:
+        dtype: tl.constexpr = cache.dtype.element_ty
+        tl.store(place, _stored(keys, inverse_k_scale, dtype, FP8), mask=mask)
+        tl.store(place + value_stride, _stored(values, inverse_v_scale, dtype, FP8), mask=mask)

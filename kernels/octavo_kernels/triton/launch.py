@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo_kernels.ops import FP8, AttentionBatch, as_bytes
+from octavo_kernels.reference import int8_pages
 from octavo_kernels.triton import attention
 from octavo_kernels.triton.tables import SPLITS, Kind, Tiles, shortest_split, tiles
 
@@ -22,13 +23,25 @@ _WARP_ELEMENTS = 512
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Multiplications and additions may fuse: said outright, so that no release's default decides it."""
-    kernel[grid](*arguments, enable_fp_fusion=True, **options)
+    """Multiplications and additions fuse unless ``options`` say otherwise: no release's default decides."""
+    kernel[grid](*arguments, **{"enable_fp_fusion": True, **options})
 
 
 def warps(elements: int) -> int:
     """Warps of a program that works on so many elements."""
     return min(16, max(1, elements // _WARP_ELEMENTS))
+
+
+def pieces(cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """What kernels take of a cache: its numbers, the scales of int8 (else anything), the numbers' strides.
+
+    The scales' strides are those of the numbers over their size, but for a token's, which is 1.
+    """
+    if cache.dtype == torch.int8:
+        numbers, scales = int8_pages(cache, head_dim)
+        return numbers, scales, numbers.stride()[:4]
+    numbers = as_bytes(cache)
+    return numbers, numbers, numbers.stride()[:4]
 
 
 class Shape:
@@ -37,7 +50,7 @@ class Shape:
     def __init__(
         self, arch: str, q: Tensor, cache: Tensor, block_size: int, window: int, softcap: float
     ) -> None:
-        self._arch, self._dtype, self.fp8 = arch, q.dtype, cache.dtype == FP8
+        self._arch, self._dtype, self._itemsize = arch, q.dtype, cache.itemsize
         self.kv_heads, self.group, self.dim = cache.shape[1], q.shape[1] // cache.shape[1], q.shape[2]
         self.window, self.tile = window, max(16, triton.next_power_of_2(self.dim))
         # The interpreter multiplies bfloat16 as if its bits were integers; float32 holds it exactly.
@@ -50,13 +63,14 @@ class Shape:
             "BLOCK_SIZE": block_size,
             "WINDOW": window,
             "SOFTCAP": softcap,
-            "FP8": self.fp8,
+            "FP8": cache.dtype == FP8,
+            "INT8": cache.dtype == torch.int8,
             "FP8_HARDWARE": arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 89,
         }
 
     def tiles(self, kind: Kind) -> Tiles:
         """As the table has them; with more rows where one KV head has more query heads."""
-        chosen = tiles(self._arch, kind, self.dim, self._dtype, self.fp8)
+        chosen = tiles(self._arch, kind, self.dim, self._dtype, self._itemsize == 1)
         return replace(chosen, rows=max(chosen.rows, triton.next_power_of_2(self.group)))
 
 
@@ -68,6 +82,7 @@ def decode(
     How many parts a context can have follows from the width of the block tables, not from what they hold.
     """
     sequences, heads, dim = q.shape
+    numbers, token_scales, strides = pieces(cache, dim)
     cut = shape.tiles("decode")
     longest = batch.block_tables.shape[1] * batch.block_size
     longest = min(longest, shape.window or longest)
@@ -82,7 +97,8 @@ def decode(
         attention.decode_kernel,
         (sequences, shape.kv_heads, parts),
         q,
-        as_bytes(cache),
+        numbers,
+        token_scales,
         out,
         partial,
         stats,
@@ -94,7 +110,7 @@ def decode(
         out.stride(0),
         out.stride(1),
         batch.block_tables.stride(0),
-        *cache.stride()[:4],
+        *strides,
         parts,
         **shape.constants,
         **split,
@@ -129,13 +145,15 @@ def mixed(
 ) -> None:
     """Attention of any number of queries a sequence, in one launch. ``scales``: of scores, of results."""
     tokens, sequences = q.shape[0], batch.seq_lens.shape[0]
+    numbers, token_scales, strides = pieces(cache, shape.dim)
     cut = shape.tiles("mixed")
     queries = cut.rows // shape.group
     launch(
         attention.mixed_kernel,
         (tokens // queries + sequences, shape.kv_heads),
         q,
-        as_bytes(cache),
+        numbers,
+        token_scales,
         out,
         batch.block_tables,
         batch.query_start,
@@ -147,7 +165,7 @@ def mixed(
         out.stride(0),
         out.stride(1),
         batch.block_tables.stride(0),
-        *cache.stride()[:4],
+        *strides,
         **shape.constants,
         ROWS=cut.rows,
         QUERIES=queries,

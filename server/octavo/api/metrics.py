@@ -108,7 +108,11 @@ class Metrics:
             self._length_metrics[name] = self._histogram(name, help, buckets)
         if not self._first:
             return
-        config = {"block_size": str(info.kv["block_size"]), "num_gpu_blocks": str(info.num_blocks)}
+        config = {
+            "block_size": str(info.kv["block_size"]),
+            "cache_dtype": info.kv["dtype"],
+            "num_gpu_blocks": str(info.num_blocks),
+        }
         gauge = Gauge(
             "vllm:cache_config_info", "Configuration of the KV cache.", [*self._labels, *config],
             registry=self.registry,

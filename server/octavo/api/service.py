@@ -341,8 +341,8 @@ class Service:
             (
                 f"octavo {__version__} started in {seconds:.0f} s",
                 f"model     {config.model} as {', '.join(config.model_names)}",
-                f"KV cache  {info.num_blocks} blocks of {block_size}: {info.num_blocks * block_size} tokens, "
-                f"prefix caching {caching}",
+                f"KV cache  {info.num_blocks} blocks of {block_size}: {info.num_blocks * block_size} tokens "
+                f"of {info.kv['dtype']}, prefix caching {caching}",
                 f"step      up to {config.max_num_seqs} sequences and {config.max_num_batched_tokens} tokens",
                 f"queue     {config.max_queue} requests; one more gets 429",
                 *([f"API       {count} processes"] if count > 1 else ()),

@@ -40,7 +40,9 @@ class ExecutorInfo(Protocol):
 
     @property
     def kv(self) -> Mapping[str, Any]:
-        """``{"groups": [{"kind": "full"}]}``: one block table a group, in the order of a row's tables."""
+        """``{"dtype": "bfloat16", "groups": [{"kind": "full"}]}``: of keys and values; one block table a
+        group, in the order of a row's tables.
+        """
 
 
 class Executor(Protocol):

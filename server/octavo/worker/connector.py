@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octavo.core.plan import Transfer, TransferDone
 from octavo.worker.pages import zeroed
+from octavo_kernels.ops import as_bytes
 
 LONG_RUN = 8  # blocks: runs of so many on average are worth a copy each
 
@@ -53,8 +54,8 @@ class HostConnector:
     """
 
     def __init__(self, pages: Sequence[Tensor], num_blocks: int) -> None:
-        self._pages = list(pages)
-        self._kept = [_host_memory(tensor, num_blocks) for tensor in pages]
+        self._pages = [as_bytes(tensor) for tensor in pages]
+        self._kept = [_host_memory(tensor, num_blocks) for tensor in self._pages]
         self._thread = ThreadPoolExecutor(1, "kv-copies")
         self._under_way: dict[Future[float], int] = {}
         self._stream = torch.cuda.Stream() if pages[0].device.type == "cuda" else None

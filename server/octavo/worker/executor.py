@@ -32,6 +32,7 @@ from octavo.worker.inputs import StepInputs
 from octavo.worker.loading import Place, load_model, pick_place
 from octavo.worker.pages import KVPages
 from octavo.worker.runner import ModelRunner
+from octavo_kernels.ops import SCALE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -117,9 +118,12 @@ class Loaded:
         layers = [(self.layout.layers_per_group, self.model)]
         if self.draft is not None:
             layers.append((self.draft.config.num_layers, self.draft))
-        itemsize, block_size = self.place.dtype.itemsize, self.config.block_size
+        kept, block_size = self.place.cache_dtype, self.config.block_size
+        scale = SCALE_BYTES if kept == torch.int8 else 0
         return sum(
-            sizing.block_bytes(count, block_size, model.shape.kv_heads, model.shape.head_dim, itemsize)
+            sizing.block_bytes(
+                count, block_size, model.shape.kv_heads, model.shape.head_dim, kept.itemsize, scale
+            )
             for count, model in layers
         )
 
@@ -151,7 +155,13 @@ class Loaded:
 
         def pages(model: CausalLM, places: Sequence[tuple[int, int]]) -> KVPages:
             return KVPages.allocate(
-                place.ops, model.shape, places, size.num_blocks, size.block_size, place.dtype, where
+                place.ops,
+                model.shape,
+                places,
+                size.num_blocks,
+                size.block_size,
+                place.cache_dtype,
+                where,
             )
 
         def forward(model: CausalLM, activations: ActivationBuffers, groups: int, own: KVPages) -> Forward:
@@ -187,7 +197,7 @@ def build_executor(config: EngineConfig, path: Path, progress: Progress) -> Loca
     """
     model_config = load_model_config(path)
     sizing.check_max_model_len(config.max_model_len, model_config.max_position)
-    place = pick_place(config.device, config.dtype, model_config.dtype)
+    place = pick_place(config.device, config.dtype, model_config.dtype, config.kv_cache_dtype)
     set_threads(place.ops)
 
     kernels = f"{place.ops.name} kernels ({place.ops.isa})"
@@ -224,7 +234,7 @@ def build_executor(config: EngineConfig, path: Path, progress: Progress) -> Loca
         loaded.block_bytes,
         host_blocks,
         model_config.eos_token_ids,
-        {"groups": group_descriptions(loaded.layout)},
+        {"dtype": place.cache_dtype_name, "groups": group_descriptions(loaded.layout)},
     )
     return LocalExecutor(lambda: _load(config, model_config, path, place), build, loaded, info, grammars)
 

@@ -18,6 +18,7 @@ from octavo.models.registry import model_class
 from octavo.worker.device import Device
 from octavo.worker.gpu import BFLOAT16_CAPABILITY, Gpu, find_gpu
 from octavo_kernels import Ops
+from octavo_kernels.ops import FP8
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Place:
 
     device: Device
     dtype: torch.dtype
+    cache_dtype: torch.dtype
     ops: Ops
     format: WeightFormat = dataclasses.field(default_factory=PlainFormat)
 
@@ -35,9 +37,15 @@ class Place:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def cache_dtype_name(self) -> str:
+        return "fp8" if self.cache_dtype == FP8 else str(self.cache_dtype).removeprefix("torch.")
 
-def pick_place(device: str, dtype: str, stored: str) -> Place:
-    """From the ``device`` and ``dtype`` settings and the checkpoint's own dtype. Raises ``ConfigError``.
+
+def pick_place(device: str, dtype: str, stored: str, cache_dtype: str = "auto") -> Place:
+    """From the ``device``, ``dtype`` and ``kv_cache_dtype`` settings and the checkpoint's own dtype.
+
+    Raises ``ConfigError``.
 
     Quantised weights stay so under "auto" with the C++ kernels; any other dtype dequantises them.
     """
@@ -48,7 +56,8 @@ def pick_place(device: str, dtype: str, stored: str) -> Place:
     except (octavo_kernels.KernelsUnavailable, ValueError) as error:
         raise ConfigError(str(error)) from error
     keeps = dtype == "auto" and numbers is torch.bfloat16 and ops.name == "cpu"
-    return Place(where, numbers, ops, QuantisedFormat() if keeps else PlainFormat())
+    form = QuantisedFormat() if keeps else PlainFormat()
+    return Place(where, numbers, pick_cache_dtype(cache_dtype, numbers), ops, form)
 
 
 def pick_device(wanted: str) -> Device:
@@ -81,6 +90,20 @@ def pick_dtype(wanted: str, stored: str, device: Device) -> torch.dtype:
         log.info("%s has no bfloat16; running the model in float16", device.description)
         wanted = "float16"
     dtype: torch.dtype = getattr(torch, wanted)
+    return dtype
+
+
+def pick_cache_dtype(wanted: str, computed: torch.dtype) -> torch.dtype:
+    """The torch dtype of the ``kv_cache_dtype`` setting, of a model that computes in ``computed``."""
+    if wanted in ("fp8", "fp8_e4m3"):
+        return FP8
+    dtype: torch.dtype = computed if wanted == "auto" else getattr(torch, wanted)
+    if dtype not in (computed, torch.int8):
+        name = str(computed).removeprefix("torch.")
+        raise ConfigError(
+            f"kv-cache-dtype is {wanted!r}, but the model computes keys and values in {name}: "
+            f"choose auto, {name}, fp8 or int8, or --dtype {wanted}"
+        )
     return dtype
 
 

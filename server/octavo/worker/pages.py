@@ -37,7 +37,7 @@ class KVPages:
         """``places`` are (group, place within it) of each layer. One page more than ``num_blocks`` stays
         zero: tables point to it where a group keeps nothing.
         """
-        size = ops.kv_cache_shape(num_blocks + 1, block_size, shape.kv_heads, shape.head_dim)
+        size = ops.kv_cache_shape(num_blocks + 1, block_size, shape.kv_heads, shape.head_dim, dtype)
         count = 1 + max(place for _, place in places)
         tensors = [zeroed(size, dtype, device) for _ in range(count)]
         return cls(tensors, [(group, tensors[place]) for group, place in places])

@@ -12,7 +12,7 @@ import torch
 from attention_cases import Case, random_inputs
 from triton.runtime.interpreter import interpreter_builder
 
-from octavo_kernels.ops import FP8
+from octavo_kernels.ops import FP8, SCALE_BYTES
 
 SECTOR = 32
 BRAIN = torch.bfloat16
@@ -57,39 +57,43 @@ def size(*tensors):
     return sum(t.numel() * t.itemsize for t in tensors)
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "dim", "block", "rows", "window"),
+    ("stored", "kv_heads", "group", "dim", "block", "rows", "window"),
     [
-        (3, 3, 64, 16, (700,), None),
-        (2, 4, 128, 16, (2500, 130), None),
-        (1, 4, 256, 32, (1000, 300), None),
-        (2, 4, 128, 16, (1500, 1030), 512),
-        (1, 8, 128, 128, (9000,), None),
+        (BRAIN, 3, 3, 64, 16, (700,), None),
+        (torch.int8, 3, 3, 64, 16, (700,), None),
+        (BRAIN, 2, 4, 128, 16, (2500, 130), None),
+        (torch.int8, 2, 4, 128, 16, (2500, 130), None),
+        (FP8, 1, 4, 256, 32, (1000, 300), None),
+        (BRAIN, 2, 4, 128, 16, (1500, 1030), 512),
+        (FP8, 1, 8, 128, 128, (9000,), None),
     ],
 )
-def test_decode_reads_the_context_once(ops, kv_heads, group, dim, block, rows, window, fp8):
+def test_decode_reads_the_context_once(ops, stored, kv_heads, group, dim, block, rows, window):
     """At least: the window's keys and values, queries, results, entries of tables, and lengths."""
     decodes = tuple((1, context) for context in rows)
-    case = Case(BRAIN, kv_heads, group, dim, block, decodes, window, kv_scale=(1.0, 1.0) if fp8 else None)
+    case = Case(BRAIN, kv_heads, group, dim, block, decodes, window, stored=stored)
     q, cache, batch = random_inputs(case, 0)
     with Traffic() as traffic:
         out = ops.paged_attention(q, cache, batch, **case.options)
     seen = sum(min(context, window or context) for context in rows)
-    least = seen * kv_heads * 2 * dim * cache.itemsize + size(q, out, batch.seq_lens) + seen // block * 4
+    held = dim * cache.itemsize + (SCALE_BYTES if stored == torch.int8 else 0)
+    least = seen * kv_heads * 2 * held + size(q, out, batch.seq_lens) + seen // block * 4
     assert least <= traffic.bytes <= 1.1 * least
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("stored", [BRAIN, FP8, torch.int8], ids=["bf16", "fp8", "int8"])
 @pytest.mark.parametrize(("kv_heads", "dim", "block"), [(3, 64, 16), (8, 128, 32), (1, 256, 8)])
-def test_written_keys_and_values_move_once(ops, kv_heads, dim, block, fp8):
+def test_written_keys_and_values_move_once(ops, kv_heads, dim, block, stored):
     tokens = 40
     k, v = torch.randn(2, tokens, kv_heads, dim).to(BRAIN)
-    cache = torch.zeros(ops.kv_cache_shape(8, block, kv_heads, dim)).to(FP8 if fp8 else BRAIN)
+    cache = torch.zeros(ops.kv_cache_shape(8, block, kv_heads, dim, stored)).to(stored)
     slots = torch.randperm(8 * block)[:tokens]
     with Traffic(slots) as traffic:
         ops.write_kv(k, v, cache, slots)
     least = size(k, v) + size(k, v) * cache.itemsize // 2
+    if stored == torch.int8:  # and each scale, of which neighbours are other tokens'
+        least += 2 * tokens * kv_heads * SECTOR
     assert traffic.bytes == least
 
 

@@ -11,18 +11,19 @@ from octavo_kernels.triton.kv_cache import from_e4m3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("fp8", [False, True], ids=["as it is", "fp8"])
+@pytest.mark.parametrize("stored", [None, FP8, torch.int8], ids=["as it is", "fp8", "int8"])
 @pytest.mark.parametrize(("heads", "dim", "block"), [(1, 64, 16), (3, 24, 8), (8, 128, 32), (20, 80, 24)])
-def test_written_slots_equal_the_reference_and_others_stay(ops, reference, dtype, fp8, heads, dim, block):
+def test_written_slots_equal_the_reference_and_others_stay(ops, reference, dtype, stored, heads, dim, block):
     torch.manual_seed(heads)
     wide = (torch.randn(9, 2 * heads + 1, dim) * 20).to(dtype)
     k, v = wide[:, :heads], wide[:, heads : 2 * heads]
     slots = torch.randperm(4 * block)[:9]
     slots[[2, 5]] = -1
-    scale = {"kv_scale": (0.3, 2.0)} if fp8 else {}
+    stored = stored or dtype
+    scale = {"kv_scale": (0.3, 2.0)} if stored == FP8 else {}
     caches = []
     for backend in (ops, reference):
-        cache = torch.full(backend.kv_cache_shape(4, block, heads, dim), 7.0).to(FP8 if fp8 else dtype)
+        cache = torch.full(backend.kv_cache_shape(4, block, heads, dim, stored), 7.0).to(stored)
         backend.write_kv(k, v, cache, slots, **scale)
         caches.append(cache.view(torch.uint8))
     assert torch.equal(*caches)
@@ -77,8 +78,8 @@ def test_offsets_pass_2_to_the_31(ops):
 
 
 def test_copied_blocks_are_their_sources(ops):
-    for dtype in (torch.bfloat16, FP8):
-        cache = torch.randn(ops.kv_cache_shape(4, 8, 2, 16)).to(dtype)
+    for dtype in (torch.bfloat16, FP8, torch.int8):
+        cache = (torch.randn(ops.kv_cache_shape(4, 8, 2, 16, dtype)) * 9).to(dtype)
         ops.copy_blocks(cache, torch.tensor([0, 3]), torch.tensor([2, 1]))
         assert torch.equal(cache[0].float(), cache[2].float())
         assert torch.equal(cache[3].float(), cache[1].float())
