@@ -1,13 +1,15 @@
-"""What weights kept quantised cost: a GGUF model beside itself dequantised, on this repository's text.
+"""What weights kept quantised, and a KV cache of 8 bits, cost: a GGUF model on this repository's text.
 
     python benchmarks/quantised.py MODEL [--tokens 20000] [--types Q4_0 Q8_0]
+    python benchmarks/quantised.py MODEL --kv-cache
 
 MODEL: a GGUF file or its address. First the file as it is, then all its matrices rounded anew to each type
 (the nearest values between each group's extremes, by which Q4_K is Q4_1). The reference is float32 on the
 same weights, dequantised. Beside it stand quantised weights as ``--dtype auto`` runs them, and for the file
 bfloat16 on dequantised ones: the perplexity; the root mean square error of the logits against their spread
 (each row's mean taken off, which no probability depends on); how often the most likely token is the
-reference's. The text is docs and source, in windows of 512 tokens.
+reference's. With ``--kv-cache``, the file's weights in bfloat16 with each type of the KV cache, and its bytes
+a token. The text is docs and source, in windows of 512 tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from tokenizers import Tokenizer
@@ -36,7 +39,7 @@ from octavo.prompt.assets import load_assets
 from octavo.worker.device import Device
 from octavo.worker.executor import Loaded
 from octavo.worker.host import set_threads
-from octavo.worker.loading import Place
+from octavo.worker.loading import Place, pick_cache_dtype
 from octavo.worker.sizing import CacheSize
 from octavo_kernels import QuantisedWeight
 from octavo_kernels.quantised import GROUP
@@ -102,16 +105,23 @@ class Running:
     """A model in some numbers, with a cache of one window."""
 
     def __init__(
-        self, config: EngineConfig, shape: ModelConfig, source: Checkpoint, dtype: str, kept: bool
+        self,
+        config: EngineConfig,
+        shape: ModelConfig,
+        source: Checkpoint,
+        dtype: str,
+        kept: bool,
+        cache: str = "auto",
     ) -> None:
         numbers = getattr(torch, dtype)
         ops = octavo_kernels.load("cpu")
         set_threads(ops)
         form = QuantisedFormat() if kept else PlainFormat()
-        place = Place(Device(), numbers, ops, form)
+        place = Place(Device(), numbers, pick_cache_dtype(cache, numbers), ops, form)
         weights = Weights(source, numbers, place.device, format=form)
         self.model: CausalLM = model_class(shape.architecture)(shape, weights, ops, WINDOW)
         loaded = Loaded(config, place, self.model, None)
+        self.token_bytes = loaded.block_bytes / config.block_size
         needed = loaded.blocks_needed(WINDOW)
         self._runner = loaded.runner(CacheSize(needed, config.block_size, WINDOW, needed))
         blocks = WINDOW // config.block_size
@@ -135,7 +145,10 @@ def windows(path: Path, count: int) -> Iterator[list[int]]:
         yield ids[start : start + WINDOW]
 
 
-REFERENCE, PLAIN, KEPT = ("float32", False), ("bfloat16", False), ("bfloat16", True)
+Way: TypeAlias = tuple[str, bool, str]
+"""Of running the model: its numbers, whether weights stay quantised, the type of the KV cache."""
+REFERENCE, PLAIN, KEPT = ("float32", False, "auto"), ("bfloat16", False, "auto"), ("bfloat16", True, "auto")
+CACHES = ("bfloat16", "fp8", "int8")
 
 
 def compare(
@@ -143,12 +156,9 @@ def compare(
     shape: ModelConfig,
     source: Checkpoint,
     texts: list[list[int]],
-    ways: Sequence[tuple[str, bool]],
+    ways: Sequence[Way],
 ) -> list[str]:
-    """Of each way of running the model (numbers, whether weights stay quantised): the cells of its row.
-
-    The first is the reference.
-    """
+    """The cells of each way's row. The first is the reference."""
     runs = [Running(config, shape, source, *way) for way in ways]
     figures, spread, count = [Figures() for _ in runs], 0.0, 0
     for ids in texts:
@@ -164,7 +174,8 @@ def compare(
             count += len(wanted)
     return [
         f"{math.exp(own.loss / count):.3f} | {math.sqrt(own.error / spread):.1%} | {own.agreed / count:.1%}"
-        for own in figures
+        f" | {run.token_bytes:.0f}"
+        for run, own in zip(runs, figures, strict=True)
     ]
 
 
@@ -174,14 +185,22 @@ def main() -> None:
     )
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=20_000)
+    parser.add_argument("--kv-cache", action="store_true")
     parser.add_argument("--types", nargs="*", default=TYPES, choices=TYPES, metavar="TYPE")
     arguments = parser.parse_args()
     path = fetch(arguments.model)
     config = engine_config(str(path), {"max_num_batched_tokens": WINDOW, "max_num_seqs": 1, "device": "cpu"})
     shape = load_model_config(path)
     texts = list(windows(path, arguments.tokens))
-    print("| weights | run in | perplexity | error of logits | agreement |\n|---|---|---|---|---|")
+    print("| weights | run in | perplexity | error of logits | agreement | KV bytes a token |")
+    print("|---|---|---|---|---|---|")
     with open_checkpoint(path, shape) as checkpoint, torch.inference_mode():
+        if arguments.kv_cache:
+            ways = [REFERENCE, *(("bfloat16", False, cache) for cache in CACHES)]
+            cells = compare(config, shape, checkpoint, texts, ways)
+            for way, row in zip(("float32", *CACHES), cells, strict=True):
+                print(f"| the file's | {way} | {row} |", flush=True)
+            return
         cells = compare(config, shape, checkpoint, texts, (REFERENCE, PLAIN, KEPT))
         for way, row in zip(("float32", "bfloat16", "auto"), cells, strict=True):
             print(f"| the file's | {way} | {row} |", flush=True)
