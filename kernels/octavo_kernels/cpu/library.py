@@ -16,7 +16,7 @@ from typing import Any
 from octavo_kernels.ops import KernelsUnavailable
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-INTERFACE = 6
+INTERFACE = 7
 """Of the C functions below; the library has the same number (octavo_interface)."""
 INSTRUCTION_SETS = ("amx", "avx512", "avx2")
 

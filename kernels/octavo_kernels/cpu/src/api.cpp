@@ -24,7 +24,7 @@ CacheLayout layout_of(void* data, long kv_heads, long block_size, long token_ele
 using namespace octavo;
 
 // Changes with the functions below, so that Python does not call into a library that was built from other sources.
-OCTAVO_API int octavo_interface() { return 6; }
+OCTAVO_API int octavo_interface() { return 7; }
 
 // Choose the instruction set: by name, or the best for null. Returns its name, null where it is not supported.
 OCTAVO_API const char* octavo_start(const char* isa) {
