@@ -35,9 +35,9 @@ ATTENTION = [
 # of 256 lanes may have all registers. A quarter of AMD's has 512 registers for each lane of a wave: a decode
 # program leaves room for a second; all of the processor has 64 KiB.
 BOUNDS = {
-    "sm_80": {"decode_kernel": (240, 80), "mixed_kernel": (255, 72)},
-    "sm_90": {"decode_kernel": (240, 80), "mixed_kernel": (255, 200)},
-    "sm_100": {"decode_kernel": (240, 80), "mixed_kernel": (255, 136)},
+    "sm_80": {"decode_kernel": (176, 80), "mixed_kernel": (255, 72)},
+    "sm_90": {"decode_kernel": (176, 80), "mixed_kernel": (255, 200)},
+    "sm_100": {"decode_kernel": (176, 80), "mixed_kernel": (255, 136)},
     "gfx942": {"decode_kernel": (224, 32), "mixed_kernel": (340, 40)},
 }
 # The others are bound by memory: many programs at once keep it busy.

@@ -50,7 +50,7 @@ class Shape:
     def __init__(
         self, arch: str, q: Tensor, cache: Tensor, block_size: int, window: int, softcap: float
     ) -> None:
-        self._arch, self._dtype, self._itemsize = arch, q.dtype, cache.itemsize
+        self._arch, self._dtype, self._cache = arch, q.dtype, cache.dtype
         self.kv_heads, self.group, self.dim = cache.shape[1], q.shape[1] // cache.shape[1], q.shape[2]
         self.window, self.tile = window, max(16, triton.next_power_of_2(self.dim))
         # The interpreter multiplies bfloat16 as if its bits were integers; float32 holds it exactly.
@@ -70,7 +70,7 @@ class Shape:
 
     def tiles(self, kind: Kind) -> Tiles:
         """As the table has them; with more rows where one KV head has more query heads."""
-        chosen = tiles(self._arch, kind, self.dim, self._dtype, self._itemsize == 1)
+        chosen = tiles(self._arch, kind, self.dim, self._dtype, self._cache)
         return replace(chosen, rows=max(chosen.rows, triton.next_power_of_2(self.group)))
 
 

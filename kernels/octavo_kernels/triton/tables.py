@@ -84,6 +84,12 @@ ANY = _table(
 )
 """For an architecture without a table: fits 64 KiB of shared memory, the least of any GPU in question."""
 
+OVER_INT8 = _table(
+    decode={64: Tiles(16, 64, 4, 2), 128: Tiles(16, 32, 4, 2), 256: Tiles(16, 32, 4, 1)},
+    mixed={64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(32, 16, 4, 1)},
+)
+"""Over an int8 cache, whose numbers and scales take registers that larger tiles need; on any architecture."""
+
 FLOAT32 = _table(
     decode={64: Tiles(16, 32, 4, 2), 128: Tiles(16, 16, 4, 1), 256: Tiles(16, 16, 4, 1)},
     mixed={64: Tiles(32, 32, 4, 1), 128: Tiles(16, 16, 4, 1), 256: Tiles(16, 16, 4, 1)},
@@ -96,14 +102,17 @@ def is_tuned(arch: str) -> bool:
     return arch in HALF
 
 
-def tiles(arch: str, kind: Kind, head_dim: int, dtype: torch.dtype, fp8: bool = False) -> Tiles:
+def tiles(arch: str, kind: Kind, head_dim: int, dtype: torch.dtype, cache: torch.dtype) -> Tiles:
     """The tiles of a kernel: the row of the least head dimension that holds ``head_dim``.
 
-    ``dtype`` is that of queries; ``fp8``: the cache has 8 bits. Raises ValueError past the table's end.
+    ``dtype`` is that of queries, ``cache`` that of keys and values. Raises ValueError past the table's end.
     """
-    table = FLOAT32 if dtype == torch.float32 else HALF.get(arch, ANY)
-    if fp8 and dtype != torch.float32:
-        table = table | HALF_OVER_FP8.get(arch, {})
+    if dtype == torch.float32:
+        table = FLOAT32
+    elif cache == torch.int8:
+        table = OVER_INT8
+    else:
+        table = HALF.get(arch, ANY) | (HALF_OVER_FP8.get(arch, {}) if cache != dtype else {})
     largest = sorted(dim for each, dim in table if each == kind)
     for dim in largest:
         if head_dim <= dim:

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from octavo.config import EngineConfig
 from octavo.core.kv_layout import KVLayout, blocks_needed, kv_layout
 from octavo.core.plan import Row, SampleSpec, StepPlan, StepResult
