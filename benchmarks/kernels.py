@@ -180,7 +180,9 @@ def attention(ops: Ops, layers: int, rounds: int) -> None:
     for queries, context, sequences in (
         (1, 256, 1),
         (1, 2048, 1),
+        (1, 4096, 1),
         (1, 512, 8),
+        (1, 4096, 8),
         (1, 512, 32),
         (512, 512, 1),
         (512, 2048, 1),

@@ -5,12 +5,12 @@
 namespace octavo {
 namespace OCTAVO_ISA {
 
-void attend(const Attention& a, const AttentionTask& task) {
-    if (a.cache.dtype == kFloat32) attend_tile<float, VectorProducts<float>>(a, task);
+void attend(const Attention& a, const AttentionTask* tasks, long count) {
+    if (a.cache.dtype == kFloat32) attend_tiles<float, VectorProducts<float>>(a, tasks, count);
 #if defined(__AVX512BF16__)
-    else attend_tile<bf16, PairProducts>(a, task);
+    else attend_tiles<bf16, PairProducts>(a, tasks, count);
 #else
-    else attend_tile<bf16, VectorProducts<bf16>>(a, task);
+    else attend_tiles<bf16, VectorProducts<bf16>>(a, tasks, count);
 #endif
 }
 

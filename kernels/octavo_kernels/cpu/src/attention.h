@@ -12,7 +12,7 @@
 namespace octavo {
 namespace OCTAVO_ISA {
 
-void attend(const Attention& a, const AttentionTask& task);
+void attend(const Attention& a, const AttentionTask* tasks, long count);
 void merge(const Attention& a, const AttentionTask& task);
 
 constexpr long kChunkGroups = kChunk / kGroup;
@@ -30,8 +30,13 @@ struct Tile {
     long rows;                 // query tokens times heads a KV head; what lies in the padding does not matter
     const T* keys[kChunkGroups];
     const T* values[kChunkGroups];
-    const T* next_keys[kChunkGroups];    // of the chunk after this one, to be asked for ahead; keys where there is none
+    const T* next_keys[kChunkGroups];    // of the chunk that comes next, to be asked for ahead; keys where there is none
     long groups;               // in use of the three above
+    bool unasked;              // no chunk before this one has asked for its keys
+
+    // Those of next_keys that are asked for during the softmax; the others while the values are weighed.
+    long early_groups() const { return groups / 2; }
+
     long dim, padded_dim;
     float* queries;            // as the policy's Query type, [rows up to kRowPad][padded_dim]
     float* scores;             // [rows up to kRowPad][kChunk]
@@ -98,25 +103,52 @@ static inline void gather_scales(const Attention& a, const AttentionTask& task, 
     }
 }
 
-// Bring a group of numbers of 8 bits, and their scales, to the tile. Numbers behind the end are finite, whatever lies there.
+// The tokens [begin, end) of one chunk that the queries of a task see; begin is a multiple of kGroup.
+struct Chunk {
+    const AttentionTask* task;
+    long position;             // of the first query
+    long begin, end;
+
+    Chunk(const Attention& a, const AttentionTask& of, long chunk) : task(&of) {
+        const long length = a.query_start[of.sequence + 1] - a.query_start[of.sequence];
+        position = a.seq_lens[of.sequence] - length + of.first;
+        const long lowest = a.window > 0 ? larger(0, position - a.window + 1) : 0;
+        begin = larger(chunk * kChunk, lowest / kGroup * kGroup);
+        end = smaller((chunk + 1) * kChunk, position + of.tokens);
+    }
+
+    // Where the keys of the group lie that holds a token.
+    template <class T>
+    const T* keys(const Attention& a, long token) const {
+        const CacheLayout& c = a.cache;
+        const long block = a.block_tables[task->sequence * a.table_stride + token / c.block_size];
+        return key_group<T>(c, block, task->kv_head, token % c.block_size / kGroup);
+    }
+};
+
 template <class T>
-void widen_group(const Attention& a, const AttentionTask& task, long token, long end, long last, Tile<T>& tile) {
+static inline void ask(const T* at, long count) {
+    for (long i = 0; i < count; i += 64 / sizeof(T)) _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T0);
+}
+
+// Bring a group of numbers of 8 bits, and their scales, to the tile, and ask for the one at its place in the chunk that comes
+// next. Numbers behind the end are finite, whatever lies there.
+template <class T>
+void widen_group(const Attention& a, const Chunk& chunk, const Chunk* next, long token, Tile<T>& tile) {
     const CacheLayout& c = a.cache;
-    const int32_t* table = a.block_tables + task.sequence * a.table_stride;
     const long g = tile.groups - 1, count = c.group_elements();
     const uint8_t *keys = tile.bytes, *values = tile.bytes + count;
     if (c.block_size % kGroup == 0) {
-        const long group = token % c.block_size / kGroup, next = token + kChunk < last ? token + kChunk : token;
-        keys = key_group<uint8_t>(c, table[token / c.block_size], task.kv_head, group);
+        keys = chunk.keys<uint8_t>(a, token);
         values = keys + c.groups() * count;
-        const long next_group = next % c.block_size / kGroup;
-        const uint8_t* ahead = key_group<uint8_t>(c, table[next / c.block_size], task.kv_head, next_group);
-        for (long i = 0; i < count; i += 64) {
-            _mm_prefetch(reinterpret_cast<const char*>(ahead + i), _MM_HINT_T0);
-            _mm_prefetch(reinterpret_cast<const char*>(ahead + c.groups() * count + i), _MM_HINT_T0);
+        const long soon = next ? next->begin + g * kGroup : 0;
+        if (next && soon < next->end) {
+            const uint8_t* ahead = next->keys<uint8_t>(a, soon);
+            ask(ahead, count);
+            ask(ahead + c.groups() * count, count);
         }
     } else {
-        gather_group<T>(a, task, token, end, tile.bytes, tile.bytes + count);
+        gather_group<T>(a, *chunk.task, token, chunk.end, tile.bytes, tile.bytes + count);
     }
     T* spare = tile.spare + 2 * g * count;
     void (*widen)(const uint8_t*, T*, long) = widen_e4m3;
@@ -126,22 +158,22 @@ void widen_group(const Attention& a, const AttentionTask& task, long token, long
     tile.keys[g] = tile.next_keys[g] = spare;
     tile.values[g] = spare + count;
     if (c.stored != kInt8) return;
-    const long tokens = smaller(kGroup, end - token);
-    gather_scales(a, task, token, tokens, tile.key_scales + g * kGroup, tile.value_scales + g * kGroup);
+    const long tokens = smaller(kGroup, chunk.end - token);
+    gather_scales(a, *chunk.task, token, tokens, tile.key_scales + g * kGroup, tile.value_scales + g * kGroup);
 }
 
-// Point the tile at the groups that hold the tokens [begin, end), begin a multiple of kGroup, of a context that the task
-// reads up to `last`.
+// Point the tile at the groups of a chunk, and at those of the chunk that comes next (null: none).
 template <class T>
-void find_groups(const Attention& a, const AttentionTask& task, long begin, long end, long last, Tile<T>& tile) {
+void find_groups(const Attention& a, const Chunk& chunk, const Chunk* next, Tile<T>& tile) {
     const CacheLayout& c = a.cache;
-    const int32_t* table = a.block_tables + task.sequence * a.table_stride;
+    const AttentionTask& task = *chunk.task;
+    const long begin = chunk.begin, end = chunk.end;
     const bool aligned = c.block_size % kGroup == 0;
     tile.groups = 0;
     for (long token = begin; token < end; token += kGroup) {
         const long g = tile.groups++;
         if (c.stored != kPlain) {
-            widen_group(a, task, token, end, last, tile);
+            widen_group(a, chunk, next, token, tile);
             continue;
         }
         T* spare_keys = tile.spare + 2 * g * c.group_elements();
@@ -153,11 +185,10 @@ void find_groups(const Attention& a, const AttentionTask& task, long begin, long
             tile.next_keys[g] = spare_keys;
             continue;
         }
-        const long block = table[token / c.block_size], group = token % c.block_size / kGroup;
-        tile.keys[g] = key_group<T>(c, block, task.kv_head, group);
-        tile.values[g] = value_group<T>(c, block, task.kv_head, group);
-        const long next = end + g * kGroup < last ? end + g * kGroup : token;
-        tile.next_keys[g] = key_group<T>(c, table[next / c.block_size], task.kv_head, next % c.block_size / kGroup);
+        tile.keys[g] = chunk.keys<T>(a, token);
+        tile.values[g] = tile.keys[g] + c.groups() * c.group_elements();
+        const long soon = next ? next->begin + g * kGroup : 0;
+        tile.next_keys[g] = next && soon < next->end ? next->keys<T>(a, soon) : tile.keys[g];
         if (end - token < kGroup) {
             copy_values(c, tile.values[g], end - token, spare_values);
             tile.values[g] = spare_values;
@@ -165,33 +196,38 @@ void find_groups(const Attention& a, const AttentionTask& task, long begin, long
     }
 }
 
+// e^x as exactly as a type of probabilities keeps it.
+static inline Vec exp_as(const float*, Vec x) { return exp(x); }
+static inline Vec exp_as(const bf16*, Vec x) { return coarse_exp(x); }
+
 // Scores of one row to probabilities relative to the row's maximum; only columns [begin, end) are seen. The scales (or null)
 // are those of each column's key, and of its value.
 template <class P>
 void softmax_row(float* scores, long columns, long begin, long end, float scale, float softcap, const float* key_scales,
                  const float* value_scales, P* out, float& maximum, float& sum_out) {
-    if (begin >= end) {
-        for (long i = 0; i < columns; i++) out[i] = P{};
-        maximum = kMinusInfinity;
-        sum_out = 0.0f;
-        return;
-    }
+    const bool none = begin >= end;
+    const long first = none ? columns : begin / kWidth * kWidth, last = none ? columns : round_up(end, kWidth);
+    for (long i = 0; i < first; i++) out[i] = P{};
+    for (long i = last; i < columns; i++) out[i] = P{};
+    maximum = kMinusInfinity;
+    sum_out = 0.0f;
+    if (none) return;
     if (key_scales)
-        for (long i = 0; i < columns; i += kWidth) store(scores + i, mul(load(scores + i), load(key_scales + i)));
+        for (long i = first; i < last; i += kWidth) store(scores + i, mul(load(scores + i), load(key_scales + i)));
     if (softcap > 0.0f) {
         const Vec inner = set1(scale / softcap), cap = set1(softcap);
-        for (long i = 0; i < columns; i += kWidth) store(scores + i, mul(tanh(mul(load(scores + i), inner)), cap));
+        for (long i = first; i < last; i += kWidth) store(scores + i, mul(tanh(mul(load(scores + i), inner)), cap));
         scale = 1.0f;
     }
-    for (long i = 0; i < begin; i++) scores[i] = kMinusInfinity;
-    for (long i = end; i < columns; i++) scores[i] = kMinusInfinity;
-    Vec top = load(scores);
-    for (long i = kWidth; i < columns; i += kWidth) top = max(top, load(scores + i));
+    for (long i = first; i < begin; i++) scores[i] = kMinusInfinity;
+    for (long i = end; i < last; i++) scores[i] = kMinusInfinity;
+    Vec top = load(scores + first);
+    for (long i = first + kWidth; i < last; i += kWidth) top = max(top, load(scores + i));
     maximum = largest(top) * scale;
     const Vec factor = set1(scale), shift = set1(-maximum);
     Vec total = zero();
-    for (long i = 0; i < columns; i += kWidth) {
-        const Vec p = exp(fma(load(scores + i), factor, shift));
+    for (long i = first; i < last; i += kWidth) {
+        const Vec p = exp_as(out, fma(load(scores + i), factor, shift));
         total = add(total, p);
         store(out + i, value_scales ? mul(p, load(value_scales + i)) : p);
     }
@@ -262,8 +298,9 @@ static inline Softmax partial_slot(const Attention& a, long slot) {
     return carve(at, rows, a.cache.padded_dim);
 }
 
+// Attend to one task: whether it is the first of its run, and which one follows (null: none).
 template <class T, class Products>
-void attend_tile(const Attention& a, const AttentionTask& task) {
+void attend_tile(const Attention& a, const AttentionTask& task, bool first, const AttentionTask* following) {
     using Query = typename Products::Query;
     const CacheLayout& c = a.cache;
     const long share = a.heads / a.kv_heads, rows = task.tokens * share, padded_rows = round_up(rows, kRowPad);
@@ -290,28 +327,37 @@ void attend_tile(const Attention& a, const AttentionTask& task) {
     load_queries<T>(a, task, reinterpret_cast<Query*>(tile.queries));
     if (task.partial < 0) clear(tile.running, rows, c.padded_dim);
 
-    const long length = a.query_start[task.sequence + 1] - a.query_start[task.sequence];
-    const long position = a.seq_lens[task.sequence] - length + task.first;    // of the first query
-    const long lowest = a.window > 0 ? larger(0, position - a.window + 1) : 0;
-    for (long chunk = task.chunk_begin; chunk < task.chunk_end; chunk++) {
-        const long begin = larger(chunk * kChunk, lowest / kGroup * kGroup);
-        const long last = smaller(task.chunk_end * kChunk, position + task.tokens);
-        const long end = smaller((chunk + 1) * kChunk, last);
-        find_groups(a, task, begin, end, last, tile);
-        if (task.partial >= 0) tile.chunk = partial_slot(a, task.partial + chunk - task.chunk_begin);
+    for (long number = task.chunk_begin; number < task.chunk_end; number++) {
+        const Chunk chunk(a, task, number);
+        const bool last = number + 1 == task.chunk_end;
+        const AttentionTask* then = last ? following : &task;
+        const Chunk next = then ? Chunk(a, *then, last ? then->chunk_begin : number + 1) : chunk;
+        find_groups(a, chunk, then ? &next : nullptr, tile);
+        tile.unasked = first && number == task.chunk_begin;
+        if (task.partial >= 0) tile.chunk = partial_slot(a, task.partial + number - task.chunk_begin);
         Products::score(tile);
         const long columns = tile.groups * kGroup;
         Query* probabilities = reinterpret_cast<Query*>(tile.probabilities);
         for (long r = 0; r < rows; r++) {
-            const long own = position + r / share;
-            const long first = a.window > 0 ? larger(0, own - a.window + 1 - begin) : 0;
-            softmax_row(tile.scores + r * kChunk, columns, first, smaller(own + 1 - begin, columns), a.scale, a.softcap,
-                        tile.key_scales, tile.value_scales, probabilities + r * kChunk, tile.chunk.maximum[r], tile.chunk.sum[r]);
+            for (long g = tile.early_groups() * r / rows; g < tile.early_groups() * (r + 1) / rows; g++)
+                ask(tile.next_keys[g], c.group_elements());
+            const long own = chunk.position + r / share;
+            const long lowest = a.window > 0 ? larger(0, own - a.window + 1 - chunk.begin) : 0;
+            softmax_row(tile.scores + r * kChunk, columns, lowest, smaller(own + 1 - chunk.begin, columns), a.scale,
+                        a.softcap, tile.key_scales, tile.value_scales, probabilities + r * kChunk,
+                        tile.chunk.maximum[r], tile.chunk.sum[r]);
         }
         Products::weigh(tile);
         if (task.partial < 0) merge_rows(tile.chunk, tile.running, rows, c.padded_dim);
     }
     if (task.partial < 0) write_rows<T>(a, task, tile.running);
+}
+
+// One task after the other.
+template <class T, class Products>
+void attend_tiles(const Attention& a, const AttentionTask* tasks, long count) {
+    for (long i = 0; i < count; i++)
+        attend_tile<T, Products>(a, tasks[i], i == 0, i + 1 < count ? &tasks[i + 1] : nullptr);
 }
 
 }  // namespace OCTAVO_ISA

@@ -15,11 +15,6 @@ void clear_sums() {
     _tile_zero(3);
 }
 
-// All of a group, while other groups are multiplied.
-void ask_group(const Tile<bf16>& t, const bf16* group) {
-    for (long i = 0; i < kGroup * t.padded_dim; i += 32) _mm_prefetch(group + i, _MM_HINT_T0);
-}
-
 void store_sums(float* upper, float* lower, long columns, bool both) {
     _tile_stored(0, upper, columns * 4);
     _tile_stored(1, upper + 16, columns * 4);
@@ -46,13 +41,14 @@ struct TileProducts {
             for (long g = 0; g < t.groups; g += 2) {
                 const bf16* left = t.keys[g];
                 const bf16* right = t.keys[g + 1 < t.groups ? g + 1 : g];
-                if (row == 0)    // the values of these two, the keys of the next two
-                    for (long i = g; i < smaller(g + 2, t.groups); i++) {
-                        ask_group(t, t.values[i]);
-                        ask_group(t, t.keys[smaller(i + 2, t.groups - 1)]);
-                    }
+                const bf16* left_values = t.values[g];
+                const bf16* right_values = t.values[g + 1 < t.groups ? g + 1 : g];
+                if (row == 0 && t.unasked)
+                    for (long i = g + 2; i < smaller(g + 4, t.groups); i++) ask(t.keys[i], kGroup * t.padded_dim);
                 clear_sums();
                 for (long d = 0; d < t.padded_dim; d += 32) {
+                    if (row == 0)    // the values that belong to these keys
+                        for (const bf16* values : {left_values, right_values}) ask(values + d * kGroup, 32 * kGroup);
                     _tile_loadd(4, upper + d, t.padded_dim * 2);
                     _tile_loadd(6, left + d * kGroup, 64);
                     _tile_dpbf16ps(0, 4, 6);
@@ -85,7 +81,7 @@ struct TileProducts {
             for (long d = 0; d < t.padded_dim; d += 32) {
                 clear_sums();
                 for (long g = 0; g < t.groups; g++) {
-                    if (row == 0 && d == 0) ask_group(t, t.next_keys[g]);
+                    if (row == 0 && g >= t.early_groups()) ask(t.next_keys[g] + d * kGroup, 32 * kGroup);
                     const bf16* upper = probabilities + row * kChunk + g * kGroup;
                     const bf16* values = t.values[g] + 2 * d;
                     _tile_loadd(4, upper, kChunk * 2);
@@ -108,9 +104,9 @@ struct TileProducts {
 
 }  // namespace
 
-void tile_attend(const Attention& a, const AttentionTask& task) {
-    if (a.cache.dtype != kBFloat16) return attend(a, task);
-    attend_tile<bf16, TileProducts>(a, task);
+void tile_attend(const Attention& a, const AttentionTask* tasks, long count) {
+    if (a.cache.dtype != kBFloat16) return attend(a, tasks, count);
+    attend_tiles<bf16, TileProducts>(a, tasks, count);
 }
 
 }  // namespace amx

@@ -6,7 +6,7 @@ namespace octavo {
 namespace amx {
 
 // Attention on AMX tiles; few rows and float32 go to the vector registers.
-void tile_attend(const Attention& a, const AttentionTask& task);
+void tile_attend(const Attention& a, const AttentionTask* tasks, long count);
 
 }  // namespace amx
 }  // namespace octavo

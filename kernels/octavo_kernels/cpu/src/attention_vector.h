@@ -14,8 +14,8 @@ template <int M>
 constexpr int kSliceVecs = M <= kSliceRows ? kPanelVecs : kPanelVecs / 2;
 
 // Memory must not rest while the cores compute, nor lose the thread at the end of a page: the values of a chunk are asked
-// for while its keys are scored, the keys of the next chunk while its values are weighed. (Also keys two groups on: the
-// first chunk's have not been asked for.)
+// for while its keys are scored, the keys of the next chunk during the softmax and while the values are weighed. (Also keys
+// two groups on: those of a run's first chunk have not been asked for.)
 struct AskAhead {
     const char *keys, *values;
 
@@ -26,11 +26,6 @@ struct AskAhead {
         values += 64;
     }
 };
-
-template <class T>
-static inline void ask(const T* at, long count) {
-    for (long i = 0; i < count; i += 64 / sizeof(T)) _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T0);
-}
 
 template <int M>
 static inline void score_group(const float* q, long stride, const float* keys, long dim, AskAhead ahead,

@@ -209,7 +209,7 @@ struct Kernels {
     void (*norm)(const Norm&, long row_begin, long row_end);
     void (*rotary)(const Rotary&, long token_begin, long token_end);
     void (*write_kv)(const WriteKV&, long token_begin, long token_end);
-    void (*attend)(const Attention&, const AttentionTask&);
+    void (*attend)(const Attention&, const AttentionTask* tasks, long count);
     // Merge the partial results of a split task, which covered chunks task.chunk_begin to task.chunk_end.
     void (*merge)(const Attention&, const AttentionTask&);
     void (*sample)(const Sample&, long row_begin, long row_end);

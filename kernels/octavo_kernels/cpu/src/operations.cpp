@@ -11,6 +11,7 @@ const Kernels* active = nullptr;
 namespace {
 
 constexpr long kAttentionRows = 96;    // query rows (tokens times heads a KV head) of one attention task
+constexpr long kRunsPerThread = 8;        // of attention tasks: they differ more in their time
 constexpr size_t kPartialFloats = size_t(16) << 20;    // partial results of attention kept at once
 
 thread_local std::vector<float> wide;        // x as float32
@@ -18,6 +19,7 @@ thread_local std::vector<bf16> narrow;       // x with k rounded up
 thread_local std::vector<QuantGroup> groups;    // x quantised
 thread_local std::vector<float> partials;
 thread_local std::vector<AttentionTask> tasks;
+thread_local std::vector<long> run_starts;    // in the tasks, and their end
 
 // Bring x into the form that the kernel wants.
 void prepare_x(Matmul& a) {
@@ -62,16 +64,34 @@ void plan_attention(const Attention& a, std::vector<AttentionTask>& plan) {
     }
 }
 
+// In runs of about equal work, since a task asks for the first keys of the one that follows it in its run.
 void attend_tasks(const Attention& a, const std::vector<AttentionTask>& plan) {
+    const auto work = [&a](const AttentionTask& task) {
+        const long rows = task.tokens * (a.heads / a.kv_heads);
+        return (task.chunk_end - task.chunk_begin) * ceil_div(rows, 16);    // by tiles of rows
+    };
+    long total = 0, run = 0;
+    for (const AttentionTask& task : plan) total += work(task);
+    const long share = ceil_div(total, pool_threads() * kRunsPerThread);
+    run_starts.clear();
+    for (size_t i = 0; i < plan.size(); i++) {
+        if (run_starts.empty() || run + work(plan[i]) > share) {
+            run_starts.push_back(long(i));
+            run = 0;
+        }
+        run += work(plan[i]);
+    }
+    run_starts.push_back(long(plan.size()));
     struct Job {
         const Attention& attention;
         const AttentionTask* tasks;
-    } job{a, plan.data()};
+        const long* starts;
+    } job{a, plan.data(), run_starts.data()};
     run_tasks(
-        long(plan.size()),
+        long(run_starts.size()) - 1,
         [](const void* data, long i) {
             const Job& j = *static_cast<const Job*>(data);
-            active->attend(j.attention, j.tasks[i]);
+            active->attend(j.attention, j.tasks + j.starts[i], j.starts[i + 1] - j.starts[i]);
         },
         &job);
 }
