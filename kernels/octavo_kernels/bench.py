@@ -1,13 +1,13 @@
-"""Speed of the C++ kernels beside torch and beside the machine's limits, measured in one run.
+"""Speed of the C++ kernels beside this machine's limits and torch, measured in one run.
 
-    python benchmarks/kernels.py [--threads N] [--rounds N] [--layers N] [--only PART]
+    python -m octavo_kernels.bench [--threads N] [--rounds N] [--layers N] [--only PART]
 
 The shapes are SmolLM2-135M's in bfloat16. A round passes over all layers' matrices and the head, 270 MB,
 so they come from memory. In each round a plain read of as many bytes, multiplications in registers (the
 peak of a product), ours and torch's take turns, and medians are compared: on a shared machine times move,
-their ratios less so. ``paging`` sets attention over
-scattered blocks of 16 tokens against the same kernel over the same blocks in order, and over one block a
-sequence, contiguous memory; and against torch over contiguous memory.
+their ratios less so. A bar is the fraction of the limit that binds: reading memory for few rows, the peak
+for many. ``paging`` sets attention over scattered blocks of 16 tokens against the same kernel over the same
+blocks in order, and over one block a sequence, contiguous memory; and against torch over contiguous memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo_kernels import AttentionBatch, DrawSettings, Ops, PackedWeight, load
+from octavo_kernels import AttentionBatch, DrawSettings, KernelsUnavailable, Ops, PackedWeight, load
 from octavo_kernels.cpu.library import open_library, usable_cpus
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 576, 9, 3, 64, 1536, 49152
@@ -66,9 +66,9 @@ def medians(rounds: int, *runs: Callable[[], object]) -> list[float]:
 
 def reader(size: int) -> Callable[[], object]:
     """Reads ``size`` bytes of memory with every thread."""
-    memory = torch.zeros(size, dtype=torch.uint8)
+    memory = np.ones(size, np.uint8)  # numpy asks for huge pages, as the weights and caches have them
     read = open_library().long.read
-    return lambda: read(memory.data_ptr(), memory.numel())
+    return lambda: read(memory.ctypes.data, memory.nbytes)
 
 
 def multiplier() -> tuple[Callable[[], object], int]:
@@ -79,6 +79,12 @@ def multiplier() -> tuple[Callable[[], object], int]:
     operations = multiply(bfloat16, steps)
     steps = round(steps * 0.01 / (time.perf_counter() - start))
     return partial(multiply, bfloat16, steps), operations * steps // 1000
+
+
+def bar(limits: dict[str, float]) -> str:
+    """The limit of which the largest fraction is reached, drawn and in figures."""
+    name, fraction = max(limits.items(), key=lambda item: item[1])
+    return f"{'█' * round(20 * fraction):·<20} {fraction:4.0%} of the {name}"
 
 
 def random(n: int, k: int) -> Tensor:
@@ -132,11 +138,11 @@ def products(ops: Ops, layers: int, rounds: int) -> None:
         )
         peak = operations / multiplied
         needed = 2 * (m * (model.parameters - head) + min(m, HEAD_ROWS) * head)
-        print(
-            f"  M {m:4}: {ours * 1e3:8.2f} ms; torch's time is {torchs / ours:5.2f} of it;"
-            f" {read / ours:4.0%} of the read limit ({size / read / 1e9:.1f} GB/s),"
-            f" {needed / ours / peak:4.0%} of the peak ({peak / 1e12:.2f} TFLOP/s)"
-        )
+        limits = {
+            f"read limit ({size / read / 1e9:.1f} GB/s)": read / ours,
+            f"peak ({peak / 1e12:.2f} TFLOP/s)": needed / ours / peak,
+        }
+        print(f"  M {m:4}: {ours * 1e3:8.2f} ms; torch's time is {torchs / ours:5.2f} of it; {bar(limits)}")
 
 
 def decode_batch(
@@ -175,7 +181,13 @@ def attend_torch(q: Tensor, caches: list[Tensor], mask: Tensor) -> None:
         F.scaled_dot_product_attention(q, kv[0], kv[1], attn_mask=mask, enable_gqa=True)
 
 
+def scores(queries: int, context: int) -> float:
+    """Floating-point operations of causal attention of one sequence and layer."""
+    return 2 * 2 * queries * (context - (queries - 1) / 2) * HEADS * HEAD_DIM
+
+
 def attention(ops: Ops, layers: int, rounds: int) -> None:
+    multiply, operations = multiplier()
     print(f"attention of {layers} layers")
     for queries, context, sequences in (
         (1, 256, 1),
@@ -193,15 +205,18 @@ def attention(ops: Ops, layers: int, rounds: int) -> None:
         dense = [torch.randn(2, sequences, KV_HEADS, context, HEAD_DIM).to(DTYPE) for _ in range(layers)]
         mask = torch.ones(queries, context, dtype=torch.bool).tril(context - queries)
         size = layers * dense[0].numel() * 2
-        read, ours, torchs = medians(
+        read, multiplied, ours, torchs = medians(
             rounds,
             reader(size),
+            multiply,
             partial(attend, ops, q, caches, batch, torch.empty_like(q)),
             partial(attend_torch, q.view(sequences, queries, HEADS, HEAD_DIM).transpose(1, 2), dense, mask),
         )
+        needed = scores(queries, context) * sequences * layers
+        limits = {"read limit": read / ours, "peak": needed * multiplied / operations / ours}
         print(
             f"  {sequences:2} x {queries:3} queries, context {context:4}: {ours * 1e3:8.2f} ms;"
-            f" torch's time is {torchs / ours:5.2f} of it; {read / ours:4.0%} of the read limit"
+            f" torch's time is {torchs / ours:5.2f} of it; {bar(limits)}"
         )
 
 
@@ -249,41 +264,64 @@ def paging(ops: Ops, layers: int, rounds: int) -> None:
 
 
 class Step:
-    """Every operation of a decode step, driven from Python as a model does it."""
+    """A whole step of the model, as an engine runs it: recorded once, then replayed in one call."""
 
-    def __init__(self, ops: Ops, model: Model, sequences: int, context: int) -> None:
-        self.ops, self.model, self.sequences = ops, model, sequences
-        self.batch = decode_batch(1, context, sequences)
-        self.caches = caches_for(ops, self.batch, len(model.packed))
-        self.positions = (self.batch.seq_lens - 1).long()
-        self.slots = self.batch.block_tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
+    def __init__(self, ops: Ops, model: Model, batch: AttentionBatch) -> None:
+        self.ops, self.model, self.batch = ops, model, batch
+        self.sequences, tokens = batch.seq_lens.numel(), int(batch.query_start[-1])
+        queries, context = tokens // self.sequences, int(batch.seq_lens[0])
+        self.caches = caches_for(ops, batch, len(model.packed))
+        positions = torch.arange(context - queries, context)
+        self.positions = positions.repeat(self.sequences)
+        blocks = batch.block_tables[:, positions // BLOCK_SIZE].long()
+        self.slots = (blocks * BLOCK_SIZE + positions % BLOCK_SIZE).flatten()
         angles = torch.rand(context, HEAD_DIM // 2)
         self.cos, self.sin = angles.cos(), angles.sin()
         self.norm = torch.ones(HIDDEN, dtype=DTYPE)
+        self.h, self.x, self.y = (torch.zeros(tokens, HIDDEN, dtype=DTYPE) for _ in range(3))
+        self.qkv = torch.empty(tokens, QKV, dtype=DTYPE)
+        self.wide = torch.empty(tokens, INTERMEDIATE, dtype=DTYPE)
+        self.logits = torch.empty(self.sequences, VOCAB)
+        self.last = batch.query_start[1:].long() - 1
+        self.replay = ops.record(self.layers)
 
-    def __call__(self) -> None:
-        ops, m = self.ops, self.sequences
-        h = torch.zeros(m, HIDDEN, dtype=DTYPE)
-        x = ops.rms_norm(h, self.norm, 1e-5)
+    def layers(self) -> None:
+        ops, x = self.ops, self.x
+        q, k, v = self.qkv.view(len(x), -1, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        y = self.y.view(len(x), HEADS, HEAD_DIM)
+        ops.rms_norm(self.h, self.norm, 1e-5, out=x)
         for (qkv, o, pair, down), cache in zip(self.model.packed, self.caches, strict=True):
-            q, k, v = ops.matmul(x, qkv).view(m, -1, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+            ops.matmul(x, qkv, out=self.qkv)
             ops.rotary(q, k, self.cos, self.sin, self.positions)
             ops.write_kv(k, v, cache, self.slots)
-            y = ops.paged_attention(q, cache, self.batch, SCALE)
-            x = ops.add_rms_norm(ops.matmul(y.view(m, -1), o), h, self.norm, 1e-5)
-            x = ops.add_rms_norm(ops.matmul(ops.gate_up(x, pair), down), h, self.norm, 1e-5)
-        ops.matmul(x, self.model.head, out_dtype=torch.float32)
+            ops.paged_attention(q, cache, self.batch, SCALE, out=y)
+            ops.matmul(self.y, o, out=x)
+            ops.add_rms_norm(x, self.h, self.norm, 1e-5, out=x)
+            ops.gate_up(x, pair, out=self.wide)
+            ops.matmul(self.wide, down, out=x)
+            ops.add_rms_norm(x, self.h, self.norm, 1e-5, out=x)
+
+    def __call__(self) -> None:
+        self.h.zero_()
+        self.replay(len(self.x), self.sequences)
+        self.ops.matmul(self.x[self.last], self.model.head, out=self.logits)
 
 
 def step(ops: Ops, layers: int, rounds: int) -> None:
-    model, context = Model(ops, layers), 256
-    print(f"decode step, every operation, context {context}")
-    for sequences in (1, 8, 32):
+    model = Model(ops, layers)
+    multiply, operations = multiplier()
+    head = model.plain_head.numel()
+    print("a whole step, every operation")
+    for queries, context, sequences in ((1, 256, 1), (1, 256, 8), (1, 256, 32), (512, 512, 1)):
+        run = Step(ops, model, decode_batch(queries, context, sequences))
         size = model.parameters * 2 + 2 * context * sequences * KV_HEADS * HEAD_DIM * 2 * layers
-        read, ours = medians(rounds, reader(size), Step(ops, model, sequences, context))
+        read, multiplied, ours = medians(rounds, reader(size), multiply, run)
+        needed = 2 * (queries * sequences * (model.parameters - head) + sequences * head)
+        needed += scores(queries, context) * sequences * layers
+        limits = {"read limit": read / ours, "peak": needed * multiplied / operations / ours}
         print(
-            f"  batch {sequences:2}: {ours * 1e3:7.2f} ms, {sequences / ours:6.0f} tokens/s,"
-            f" {read / ours:4.0%} of the read limit"
+            f"  {sequences:2} x {queries:3} queries, context {context:4}: {ours * 1e3:8.2f} ms,"
+            f" {sequences * queries / ours:6.0f} tokens/s; {bar(limits)}"
         )
 
 
@@ -312,7 +350,10 @@ def main() -> None:
     parts = {part.__name__: part for part in (products, attention, paging, step, sampling)}
     parser.add_argument("--only", choices=parts)
     options = parser.parse_args()
-    ops = load("cpu")
+    try:
+        ops = load("cpu")
+    except (KernelsUnavailable, ValueError) as error:
+        raise SystemExit(f"octavo_kernels.bench: {error}") from error
     ops.set_num_threads(options.threads)
     torch.set_num_threads(options.threads)
     print(f"{ops.isa}, {options.threads} threads, torch {torch.__version__}")
