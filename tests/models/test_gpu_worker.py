@@ -168,6 +168,20 @@ def test_the_cache_gets_what_the_formula_leaves(make_tiny, on_gpu, caplog):
     assert gpu.ops.captured == [12, 8, 12, 8, 4, 2, 1]  # two to measure, and all over the cache itself
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_measuring_steps_are_no_longer_than_requests(drafts, make_tiny, on_gpu):
+    """All tokens of a step are more than one request may have; a draft model also computes what is drawn."""
+    short = {"max_num_seqs": 1, "max_num_batched_tokens": 100, "max_model_len": 50}
+    if drafts:
+        short["speculative_config"] = {
+            "model": str(make_tiny("qwen3").path),
+            "num_speculative_tokens": drafts,
+        }
+    engine, gpu = on_gpu(make_tiny("llama").path, Measured(), **short)
+    assert engine.executor.info.max_model_len == 50
+    assert set(gpu.ops.captured) == {1}
+
+
 def test_memory_that_others_hold_is_refused_before_loading(make_tiny, on_gpu):
     with pytest.raises(ConfigError, match=r"0\.92, 7\.36 GiB of the GPU's 8\.00 GiB.*6\.00 GiB.*most 0\.75"):
         on_gpu(make_tiny("llama").path, FakeGpu(taken=2 * GIB, ops=GraphOps()))

@@ -134,10 +134,13 @@ class Loaded:
         chunk = self.config.max_num_batched_tokens
         return blocks_needed(self.layout.groups, num_tokens, self.config.block_size, chunk)
 
-    def largest_steps(self) -> list[StepPlan]:
-        """As many rows and tokens as a step may have; and as many rows that decode."""
+    def largest_steps(self, max_length: int) -> list[StepPlan]:
+        """As many rows and tokens as a step may have, of requests no longer than ``max_length``; and as many
+        rows that decode.
+        """
         rows, block, groups = self.config.max_num_seqs, self.config.block_size, len(self.layout.groups)
-        return [largest_step(rows, tokens, block, groups) for tokens in (self._activations.max_tokens, rows)]
+        most = self._activations.max_tokens
+        return [largest_step(rows, tokens, max_length, block, groups) for tokens in (most, rows)]
 
     def capture_sizes(self) -> list[int]:
         """Rows of the decode steps to capture: on a GPU whose kernels record graphs, unless refused."""
@@ -254,8 +257,11 @@ def group_descriptions(layout: KVLayout) -> list[dict[str, Any]]:
 
 
 def warm_up(runner: ModelRunner, size: sizing.CacheSize, tokens: int, num_groups: int) -> None:
-    """A prefill of so many tokens if they fit and a decode step, over blocks that nobody owns yet."""
-    length = min(tokens, size.max_model_len - 1, size.num_blocks * size.block_size - 1)
+    """A prefill of so many tokens if they fit and a decode step, over blocks that nobody owns yet.
+
+    A draft model also computes the token that the decode step draws.
+    """
+    length = max(0, min(tokens, size.max_model_len - 2, size.num_blocks * size.block_size - 1))
     tables = [list(range(length // size.block_size + 1))] * num_groups
     for start, count in ((0, length), (length, 1)):
         if count > 0:
@@ -309,10 +315,10 @@ def _size(loaded: Loaded) -> sizing.CacheSize:
 
 def _memory_use(loaded: Loaded, gpu: Gpu) -> MemoryUse:
     """On a cache that is as small as the largest step allows."""
-    plans, block = loaded.largest_steps(), loaded.config.block_size
-    few = 1 + max(max(row.block_tables[0]) for plan in plans for row in plan.rows)
     wanted, limit = loaded.config.max_model_len, loaded.model.config.max_position
     length = wanted if isinstance(wanted, int) else limit
+    plans, block = loaded.largest_steps(length), loaded.config.block_size
+    few = 1 + max(max(row.block_tables[0]) for plan in plans for row in plan.rows)
     with out_of_memory_refused("running the largest step"):
         runner = loaded.runner(sizing.CacheSize(few, block, length, few))
         cache = (few + 1) * loaded.block_bytes  # with the page of zeros

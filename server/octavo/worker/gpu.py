@@ -157,10 +157,12 @@ def memory_use(
     return use
 
 
-def largest_step(max_rows: int, max_tokens: int, block_size: int, num_groups: int = 1) -> StepPlan:
-    """As many rows and tokens as a step may have, drawn from as takes most; the rows share their blocks."""
-    rows = min(max_rows, max_tokens)
-    share = max_tokens // rows
+def largest_step(rows: int, max_tokens: int, max_length: int, block_size: int, num_groups: int) -> StepPlan:
+    """So many rows, and as many tokens as a step and a request may have, drawn from as takes most.
+
+    The rows share their blocks. Each leaves a request room for the token drawn.
+    """
+    share = max(1, min(max_tokens // rows, max_length - 1))
     tables = [list(range(-(-share // block_size)))] * num_groups
     draw = SampleSpec(1.0, 0, 0.9, 0, 0, share)
     return StepPlan(0, [Row(str(i), [0] * share, 0, tables, [draw], propose=1) for i in range(rows)])
