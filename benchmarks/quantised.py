@@ -185,22 +185,24 @@ def main() -> None:
     )
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=20_000)
-    parser.add_argument("--kv-cache", action="store_true")
-    parser.add_argument("--types", nargs="*", default=TYPES, choices=TYPES, metavar="TYPE")
+    compared = parser.add_mutually_exclusive_group()
+    compared.add_argument("--kv-cache", action="store_true")
+    compared.add_argument("--types", nargs="*", default=TYPES, choices=TYPES, metavar="TYPE")
     arguments = parser.parse_args()
     path = fetch(arguments.model)
     config = engine_config(str(path), {"max_num_batched_tokens": WINDOW, "max_num_seqs": 1, "device": "cpu"})
     shape = load_model_config(path)
     texts = list(windows(path, arguments.tokens))
-    print("| weights | run in | perplexity | error of logits | agreement | KV bytes a token |")
-    print("|---|---|---|---|---|---|")
+    figures = "perplexity | error of logits | agreement | KV bytes a token |\n|---|---|---|---|---|"
     with open_checkpoint(path, shape) as checkpoint, torch.inference_mode():
         if arguments.kv_cache:
+            print(f"| KV cache | {figures}")
             ways = [REFERENCE, *(("bfloat16", False, cache) for cache in CACHES)]
             cells = compare(config, shape, checkpoint, texts, ways)
-            for way, row in zip(("float32", *CACHES), cells, strict=True):
-                print(f"| the file's | {way} | {row} |", flush=True)
+            for way, row in zip(("float32 (and all else)", *CACHES), cells, strict=True):
+                print(f"| {way} | {row} |", flush=True)
             return
+        print(f"| weights | run in | {figures}---|")
         cells = compare(config, shape, checkpoint, texts, (REFERENCE, PLAIN, KEPT))
         for way, row in zip(("float32", "bfloat16", "auto"), cells, strict=True):
             print(f"| the file's | {way} | {row} |", flush=True)

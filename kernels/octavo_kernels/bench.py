@@ -340,13 +340,20 @@ def sampling(ops: Ops, layers: int, rounds: int) -> None:
         print(f"  vocabulary {vocabulary:6}, {rows:3} rows: {', '.join(times)}")
 
 
+def positive(text: str) -> int:
+    """A number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--threads", type=int, default=usable_cpus())
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--threads", type=positive, default=usable_cpus())
+    parser.add_argument("--rounds", type=positive, default=9)
+    parser.add_argument("--layers", type=positive, default=30)
     parts = {part.__name__: part for part in (products, attention, paging, step, sampling)}
     parser.add_argument("--only", choices=parts)
     options = parser.parse_args()

@@ -28,3 +28,10 @@ def test_without_the_kernels_it_says_so_in_one_line() -> None:
     done = subprocess.run(COMMAND, env=wrong, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1 and "one of amx, avx512, avx2" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--rounds=0", "--layers=-1", "--threads=two"])
+def test_a_number_of_nothing_is_refused(option: str) -> None:
+    done = subprocess.run([*COMMAND, option], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert option.partition("=")[2] in done.stderr and "from 1 on" in done.stderr

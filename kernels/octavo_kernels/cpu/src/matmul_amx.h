@@ -5,7 +5,7 @@
 namespace octavo {
 namespace amx {
 
-// bfloat16 product on AMX tiles; few rows and float32 go to the vector registers.
+// A product of bfloat16 on AMX tiles; one of float32 on the vector registers.
 void tile_matmul(const Matmul& a, long panel_begin, long panel_end, long row_begin, long row_end);
 TaskSize tile_task_size(const Matmul& a);
 
