@@ -241,7 +241,7 @@ def test_rules_and_forms_hold_through_preemption_and_drafts(llm, drafts, monkeyp
 
 def small(llm, drafts=None, **more):
     """The same model with a cache for hardly more than one of its longest requests."""
-    settings = {"dtype": "float32", "max_model_len": 112, "kv_cache_memory_bytes": "64Ki", "max_num_seqs": 6}
+    settings = {"dtype": "float32", "max_model_len": 112, "kv_cache_memory_bytes": "160Ki", "max_num_seqs": 6}
     return LLM(llm.config.model, **settings, **({"speculative_config": drafts} if drafts else {}), **more)
 
 

@@ -56,15 +56,18 @@ def test_every_chunk_size_from_1_to_64(name, make_tiny, engine, tokens) -> None:
         assert made == expected, f"chunks of {size}"
 
 
+def bytes_of_16_tokens(engine) -> int:
+    """A block of each group."""
+    info = engine.executor.info
+    return len(info.kv["groups"]) * info.block_bytes
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_preempted(name, make_tiny, engine_of, tokens) -> None:
     """A pool of a dozen blocks or so for six sequences that grow to five each."""
     tiny = make_tiny(name)
-    config = tiny.reference.model.config
-    block = 2 * config.num_hidden_layers * 16 * config.num_key_value_heads * config.head_dim * 4
+    block = bytes_of_16_tokens(engine_of(tiny.path))
     small = engine_of(tiny.path, kv_cache_memory_bytes=12 * block, max_model_len="auto")
-    info = small.executor.info
-    assert info.num_blocks * info.block_bytes == 12 * block
     batch = prompts(30, 41, 17, 38, 25, 33, seed=2)
     made = tokens(small.generate(batch, 40))
     assert small.stats.preemptions > 0
@@ -76,8 +79,7 @@ def test_preempted(name, make_tiny, engine_of, tokens) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_evicted_prefix_comes_back_from_host_memory(name, make_tiny, engine_of, tokens) -> None:
     tiny = make_tiny(name)
-    config = tiny.reference.model.config
-    block = 2 * config.num_hidden_layers * 16 * config.num_key_value_heads * config.head_dim * 4
+    block = bytes_of_16_tokens(engine_of(tiny.path))
     small = engine_of(tiny.path, kv_cache_memory_bytes=24 * block, max_model_len=160, kv_offloading_gib=0.01)
     kept, *others = prompts(100, 120, 110, 130, 125, seed=18)
     for offload in (0.01, 0.0):
@@ -92,8 +94,9 @@ def test_an_evicted_prefix_comes_back_from_host_memory(name, make_tiny, engine_o
 def test_blocks_that_slid_out_of_a_window_serve_others(make_tiny, engine_of, tokens) -> None:
     """Two sequences of 200 tokens in 48 blocks: with all tokens of all four layers kept they take 104."""
     tiny = make_tiny("gemma3")
+    block = engine_of(tiny.path).executor.info.block_bytes
     small = engine_of(
-        tiny.path, kv_cache_memory_bytes=48 * 4096, max_model_len=256, max_num_batched_tokens=32
+        tiny.path, kv_cache_memory_bytes=48 * block, max_model_len=256, max_num_batched_tokens=32
     )
     assert small.executor.info.num_blocks == 48
     batch = prompts(60, 45, seed=16)
@@ -190,7 +193,9 @@ def test_logprobs_are_transformers(make_tiny, engine) -> None:
 
 def test_a_nan_row_fails_alone_and_leaves_nothing_behind(make_tiny, engine_of, tokens, monkeypatch) -> None:
     """Its neighbours' tokens do not change, nor do those of requests that get its blocks later."""
-    fragile = engine_of(make_tiny("llama").path, kv_cache_memory_bytes=20 * 12288, max_model_len="auto")
+    tiny = make_tiny("llama")
+    block = engine_of(tiny.path).executor.info.block_bytes
+    fragile = engine_of(tiny.path, kv_cache_memory_bytes=20 * block, max_model_len="auto")
     poison = 198
     batch = [[t % poison for t in p] for p in prompts(20, 50, 50, seed=9)]
     before = tokens(fragile.generate(batch, 20))

@@ -126,7 +126,8 @@ def test_stages_come_in_order_and_the_info_is_the_models(folder: Path) -> None:
     assert stages == ["loading weights", "sizing the cache", "warming"]
     info = executor.info
     assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (512, 199, (5, 6))
-    assert info.num_blocks == (4 << 20) // (2 * 3 * 16 * 2 * 16 * 4)
+    assert info.num_blocks == (4 << 20) // info.block_bytes
+    assert info.block_bytes >= 2 * 3 * 16 * 2 * 16 * 4  # the kernels may pad it
 
 
 def test_ranks_hold_equal_shares_that_make_the_whole(make_tiny) -> None:
@@ -220,12 +221,22 @@ def test_other_gguf_types_and_architectures_are_refused_by_name(make_tiny, tmp_p
 
 
 def test_lengths_and_pools_that_do_not_fit_are_refused(folder: Path) -> None:
+    block = load(folder)[0].info.block_bytes
     with pytest.raises(ConfigError, match="longest that fits is 160"):
-        load(folder, kv_cache_memory_bytes=10 * 12288, max_model_len=500)
+        load(folder, kv_cache_memory_bytes=10 * block, max_model_len=500)
     with pytest.raises(ConfigError, match=r"513.*limit of 512"):
         load(folder, max_model_len=513)
-    executor, _ = load(folder, kv_cache_memory_bytes=10 * 12288, max_model_len="auto")
+    executor, _ = load(folder, kv_cache_memory_bytes=10 * block, max_model_len="auto")
     assert executor.info.max_model_len == 160
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 20, 16])
+@pytest.mark.parametrize("kept", ["auto", "int8"])
+def test_the_pool_takes_the_bytes_that_it_was_given(folder: Path, block_size: int, kept: str) -> None:
+    executor, _ = load(folder, block_size=block_size, kv_cache_dtype=kept, max_model_len=16)
+    taken = sum(tensor.nbytes for tensor in executor.runner.pages.tensors)
+    assert taken == (executor.info.num_blocks + 1) * executor.info.block_bytes  # one is the page of zeros
+    assert 0 <= (4 << 20) - (taken - executor.info.block_bytes) < executor.info.block_bytes
 
 
 def test_without_a_size_the_pool_is_what_all_sequences_could_use(folder: Path) -> None:

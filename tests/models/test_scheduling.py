@@ -97,7 +97,7 @@ def test_drafts_change_no_token(llm):
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_sequences_that_give_way_and_come_back_give_the_same_tokens(llm, mode):
     prompts = [[i + j % 60 for j in range(30)] for i in range(6)]
-    tight = llm(kv_cache_memory_bytes="160Ki", preemption_mode=mode, swap_space=0.01, max_model_len=100)
+    tight = llm(kv_cache_memory_bytes="416Ki", preemption_mode=mode, swap_space=0.01, max_model_len=100)
     wanted = run(llm(), prompts, max_tokens=60, ignore_eos=True, temperature=0.9, n=2)
     assert run(tight, prompts, max_tokens=60, ignore_eos=True, temperature=0.9, n=2) == wanted
     stats = tight.stats()

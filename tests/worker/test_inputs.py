@@ -106,7 +106,7 @@ def test_a_gpu_gets_copies_of_what_changed_after_those_of_the_step_before_are_do
 
 
 def test_the_largest_step_fills_rows_and_tokens() -> None:
-    plan = largest_step(max_rows=8, max_tokens=100, block_size=16)
+    plan = largest_step(rows=8, max_tokens=100, max_length=500, block_size=16, num_groups=2)
     assert (len(plan.rows), plan.num_tokens) == (8, 96)
-    assert all(r.samples for r in plan.rows)
-    assert len(largest_step(max_rows=500, max_tokens=100, block_size=16).rows) == 100
+    assert all(r.samples and len(r.block_tables) == 2 for r in plan.rows)
+    assert largest_step(rows=8, max_tokens=100, max_length=5, block_size=16, num_groups=1).num_tokens == 32

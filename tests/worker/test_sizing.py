@@ -8,7 +8,6 @@ from octavo.core.kv_layout import KVSpec, blocks_needed
 from octavo.errors import ConfigError
 from octavo.worker.sizing import (
     CacheSize,
-    block_bytes,
     capped,
     check_max_model_len,
     gpu_cache_bytes,
@@ -29,12 +28,6 @@ def size_cache(
     return size_of(
         cache, per_block, block, wanted, limit, lambda tokens: blocks_needed(groups, tokens, block, 32)
     )
-
-
-def test_bytes_of_a_token_are_the_references() -> None:
-    assert block_bytes(40, 1, 40, 128, 2) == 819_200  # OPT-13B, fp16
-    assert block_bytes(28, 1, 2, 128, 2) == 28_672  # Qwen2.5-1.5B, bf16
-    assert block_bytes(28, 1, 2, 128, 1, 4) == 14_784  # the same in int8, with scales
 
 
 def test_gpu_pool_is_its_share_less_weights_activations_and_graphs() -> None:

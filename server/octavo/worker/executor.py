@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from octavo.config import EngineConfig
 from octavo.core.kv_layout import KVLayout, blocks_needed, kv_layout
@@ -34,7 +33,6 @@ from octavo.worker.inputs import StepInputs
 from octavo.worker.loading import Place, load_model, pick_place
 from octavo.worker.pages import KVPages
 from octavo.worker.runner import ModelRunner
-from octavo_kernels.ops import SCALE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -116,18 +114,17 @@ class Loaded:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: a page of each cache tensor."""
+        """Bytes of one block: a page of each cache tensor, with what the kernels pad it by."""
         layers = [(self.layout.layers_per_group, self.model)]
         if self.draft is not None:
             layers.append((self.draft.config.num_layers, self.draft))
-        kept, block_size = self.place.cache_dtype, self.config.block_size
-        scale = SCALE_BYTES if kept == torch.int8 else 0
-        return sum(
-            sizing.block_bytes(
-                count, block_size, model.shape.kv_heads, model.shape.head_dim, kept.itemsize, scale
-            )
-            for count, model in layers
-        )
+        place, size = self.place, self.config.block_size
+        pages = [
+            count
+            * math.prod(place.ops.kv_cache_shape(1, size, shape.kv_heads, shape.head_dim, place.cache_dtype))
+            for count, shape in ((count, model.shape) for count, model in layers)
+        ]
+        return sum(pages) * place.cache_dtype.itemsize
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Blocks of one request of so many tokens."""

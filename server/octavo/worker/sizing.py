@@ -44,16 +44,6 @@ class CacheSize:
         return self.num_blocks / self.request_blocks
 
 
-def block_bytes(
-    layers: int, block_size: int, kv_heads: int, head_dim: int, number_bytes: int, scale_bytes: int = 0
-) -> int:
-    """Bytes of one block in all layers: K and V of ``block_size`` tokens.
-
-    ``scale_bytes``: of the scale that each token's K has in each head, and each V.
-    """
-    return 2 * layers * block_size * kv_heads * (head_dim * number_bytes + scale_bytes)
-
-
 def check_gpu_share(total: int, utilisation: float, free: int) -> None:
     """Refuse a share of a GPU's memory that is not free, before anything is loaded."""
     if (share := int(total * utilisation)) > free:
