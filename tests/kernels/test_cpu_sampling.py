@@ -32,10 +32,16 @@ def neighbours(how):
 
 
 def assert_drawn_as_the_reference(cpu, reference, row, how):
-    """-> whether it is the same token, rather than that of settings as good as equal."""
+    """-> whether it is the same token, rather than one between those of settings as good as equal: tokens
+    are drawn in the order of the vocabulary.
+    """
     (token,), (expected,) = drawn(cpu, row[None], how), drawn(reference, row[None], how)
-    near = [] if token == expected else list(neighbours(how))
-    assert token == expected or token in drawn(reference, row.expand(len(near), -1), *near), how
+    if token != expected:
+        settings = list(neighbours(how))
+        near = drawn(reference, row.expand(len(settings), -1), *settings)
+        first = 0 if how.number < CLOSE else min(near)  # before it are tokens of next to no weight,
+        last = len(row) if how.number > 1 - CLOSE else max(near)  # and behind
+        assert first <= token <= last and row[token] > -math.inf, how
     return token == expected
 
 
