@@ -1,7 +1,7 @@
 """Two engines on the same cores, each with a thread for every one of them: what both make together over what
 one makes alone. Threads that wait for each other at barriers can lose far more than half when they share.
 
-    python benchmarks/shared_cores.py WORKLOADS.json MODEL [--rounds 3] [--only A_short ...]
+    python benchmarks/shared_cores.py WORKLOADS.json MODEL [--rounds 3] [--only SCENARIO ...]
 
 The arguments are those of ``workloads.py``. The two take the same work at the same time; one alone has the
 cores to itself while the other is stopped.
@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from workloads import Engine
+from workloads import Engine, read_work
 
 CACHE_GIB = 1.0
 
@@ -32,7 +31,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*")
     options = parser.parse_args()
-    scenarios = json.loads(options.workloads.read_text())["scenarios"]
+    scenarios = read_work(options.workloads, options.only)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         engines = []
         for number in range(2):
@@ -41,8 +40,7 @@ def main() -> None:
             stack.callback(engines[-1].close)
             engines[-1].load()
         with ThreadPoolExecutor(len(engines)) as pool:
-            for name in options.only or scenarios:
-                work = [[one["prompt_ids"], one["max_tokens"]] for one in scenarios[name]]
+            for name, work in scenarios.items():
                 shares = []
                 for _ in range(options.rounds + 1):
                     alone = [engine.run(work) for engine in engines]

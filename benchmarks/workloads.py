@@ -252,16 +252,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def read_work(path: Path, only: list[str] | None) -> dict[str, list[list[Any]]]:
+    """``[prompt ids, output tokens]`` of each request of each scenario, or of ``only`` those named."""
+    scenarios = json.loads(path.read_text())["scenarios"]
+    names = sorted(scenarios) if only is None else only
+    if unknown := [name for name in names if name not in scenarios]:
+        raise SystemExit(f"{path} has no scenario {unknown[0]!r}: it has {', '.join(scenarios)}")
+    return {name: [[r["prompt_ids"], r["max_tokens"]] for r in scenarios[name]] for name in names}
+
+
 def main(argv: list[str] | None = None) -> None:
     from octavo.fetch import fetch
 
     args = parse(argv)
     model = fetch(args.model)
-    scenarios = json.loads(args.workloads.read_text())["scenarios"]
-    names = sorted(scenarios) if args.only is None else args.only
-    if unknown := [name for name in names if name not in scenarios]:
-        raise SystemExit(f"{args.workloads} has no scenario {unknown[0]!r}: it has {', '.join(scenarios)}")
-    work = {name: [[r["prompt_ids"], r["max_tokens"]] for r in scenarios[name]] for name in names}
+    work = read_work(args.workloads, args.only)
     threads = len(os.sched_getaffinity(0))
     read, weights = read_bandwidth(threads), weight_bytes(model)
     peaks = [matmul_peak(threads, dtype) / 1e9 for dtype in (torch.bfloat16, torch.float32)]

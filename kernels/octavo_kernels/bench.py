@@ -71,20 +71,34 @@ def reader(size: int) -> Callable[[], object]:
     return lambda: read(memory.ctypes.data, memory.nbytes)
 
 
-def multiplier() -> tuple[Callable[[], object], int]:
-    """Multiplies bfloat16 in registers with every thread for about 10 ms; and the operations of one run."""
-    multiply = open_library().long.multiply
-    bfloat16, steps = 1, 1000
-    start = time.perf_counter()
-    operations = multiply(bfloat16, steps)
-    steps = round(steps * 0.01 / (time.perf_counter() - start))
-    return partial(multiply, bfloat16, steps), operations * steps // 1000
+class Limits:
+    """What this machine reads from memory and multiplies at most, taken in turns with what it is set against.
 
+    The peak is that of bfloat16 in registers, on every thread, for about 10 ms.
+    """
 
-def bar(limits: dict[str, float]) -> str:
-    """The limit of which the largest fraction is reached, drawn and in figures."""
-    name, fraction = max(limits.items(), key=lambda item: item[1])
-    return f"{'█' * round(20 * fraction):·<20} {fraction:4.0%} of the {name}"
+    def __init__(self) -> None:
+        multiply = open_library().long.multiply
+        bfloat16, steps = 1, 1000
+        start = time.perf_counter()
+        operations = multiply(bfloat16, steps)
+        steps = round(steps * 0.01 / (time.perf_counter() - start))
+        self._multiply, self._operations = partial(multiply, bfloat16, steps), operations * steps // 1000
+
+    def medians(
+        self, rounds: int, size: int, operations: float, *runs: Callable[[], object]
+    ) -> tuple[list[float], str]:
+        """The median time of each of the runs, and of the first, which reads ``size`` bytes and does so many
+        ``operations``, the limit that it comes nearest to, drawn and in figures.
+        """
+        read, multiplied, *times = medians(rounds, reader(size), self._multiply, *runs)
+        peak = self._operations / multiplied
+        fractions = {
+            f"read limit ({size / read / 1e9:.1f} GB/s)": read / times[0],
+            f"peak ({peak / 1e12:.2f} TFLOP/s)": operations / times[0] / peak,
+        }
+        name, fraction = max(fractions.items(), key=lambda item: item[1])
+        return times, f"{'█' * round(20 * fraction):·<20} {fraction:4.0%} of the {name}"
 
 
 def random(n: int, k: int) -> Tensor:
@@ -129,20 +143,14 @@ def products(ops: Ops, layers: int, rounds: int) -> None:
     model = Model(ops, layers)
     size = model.parameters * 2
     head = model.plain_head.numel()
-    multiply, operations = multiplier()
+    limits = Limits()
     print(f"products: matrices of {layers} layers and the head, {size / 1e6:.0f} MB")
     for m in (1, 2, 4, 8, 16, 32, 64, 256, 512):
         x, wide = torch.randn(m, HIDDEN).to(DTYPE), torch.randn(m, INTERMEDIATE).to(DTYPE)
-        read, multiplied, ours, torchs = medians(
-            rounds, reader(size), multiply, partial(model.ours, ops, x, wide), partial(model.torchs, x, wide)
-        )
-        peak = operations / multiplied
         needed = 2 * (m * (model.parameters - head) + min(m, HEAD_ROWS) * head)
-        limits = {
-            f"read limit ({size / read / 1e9:.1f} GB/s)": read / ours,
-            f"peak ({peak / 1e12:.2f} TFLOP/s)": needed / ours / peak,
-        }
-        print(f"  M {m:4}: {ours * 1e3:8.2f} ms; torch's time is {torchs / ours:5.2f} of it; {bar(limits)}")
+        runs = partial(model.ours, ops, x, wide), partial(model.torchs, x, wide)
+        (ours, torchs), reached = limits.medians(rounds, size, needed, *runs)
+        print(f"  M {m:4}: {ours * 1e3:8.2f} ms; torch's time is {torchs / ours:5.2f} of it; {reached}")
 
 
 def decode_batch(
@@ -187,7 +195,7 @@ def scores(queries: int, context: int) -> float:
 
 
 def attention(ops: Ops, layers: int, rounds: int) -> None:
-    multiply, operations = multiplier()
+    limits = Limits()
     print(f"attention of {layers} layers")
     for queries, context, sequences in (
         (1, 256, 1),
@@ -205,18 +213,17 @@ def attention(ops: Ops, layers: int, rounds: int) -> None:
         dense = [torch.randn(2, sequences, KV_HEADS, context, HEAD_DIM).to(DTYPE) for _ in range(layers)]
         mask = torch.ones(queries, context, dtype=torch.bool).tril(context - queries)
         size = layers * dense[0].numel() * 2
-        read, multiplied, ours, torchs = medians(
+        needed = scores(queries, context) * sequences * layers
+        (ours, torchs), reached = limits.medians(
             rounds,
-            reader(size),
-            multiply,
+            size,
+            needed,
             partial(attend, ops, q, caches, batch, torch.empty_like(q)),
             partial(attend_torch, q.view(sequences, queries, HEADS, HEAD_DIM).transpose(1, 2), dense, mask),
         )
-        needed = scores(queries, context) * sequences * layers
-        limits = {"read limit": read / ours, "peak": needed * multiplied / operations / ours}
         print(
             f"  {sequences:2} x {queries:3} queries, context {context:4}: {ours * 1e3:8.2f} ms;"
-            f" torch's time is {torchs / ours:5.2f} of it; {bar(limits)}"
+            f" torch's time is {torchs / ours:5.2f} of it; {reached}"
         )
 
 
@@ -308,20 +315,18 @@ class Step:
 
 
 def step(ops: Ops, layers: int, rounds: int) -> None:
-    model = Model(ops, layers)
-    multiply, operations = multiplier()
+    model, limits = Model(ops, layers), Limits()
     head = model.plain_head.numel()
     print("a whole step, every operation")
     for queries, context, sequences in ((1, 256, 1), (1, 256, 8), (1, 256, 32), (512, 512, 1)):
         run = Step(ops, model, decode_batch(queries, context, sequences))
         size = model.parameters * 2 + 2 * context * sequences * KV_HEADS * HEAD_DIM * 2 * layers
-        read, multiplied, ours = medians(rounds, reader(size), multiply, run)
         needed = 2 * (queries * sequences * (model.parameters - head) + sequences * head)
         needed += scores(queries, context) * sequences * layers
-        limits = {"read limit": read / ours, "peak": needed * multiplied / operations / ours}
+        (ours,), reached = limits.medians(rounds, size, needed, run)
         print(
             f"  {sequences:2} x {queries:3} queries, context {context:4}: {ours * 1e3:8.2f} ms,"
-            f" {sequences * queries / ours:6.0f} tokens/s; {bar(limits)}"
+            f" {sequences * queries / ours:6.0f} tokens/s; {reached}"
         )
 
 

@@ -3,9 +3,12 @@
 import logging
 
 import pytest
+import torch
 
 from octavo.core.kv_layout import KVSpec, blocks_needed
 from octavo.errors import ConfigError
+from octavo.layers.batch import ActivationShape
+from octavo.worker.pages import page_bytes
 from octavo.worker.sizing import (
     CacheSize,
     capped,
@@ -16,6 +19,7 @@ from octavo.worker.sizing import (
     wanted_cache_bytes,
 )
 from octavo.worker.sizing import size_cache as size_of
+from octavo_kernels import load
 
 GIB = 1 << 30
 FULL = (KVSpec(),)
@@ -28,6 +32,15 @@ def size_cache(
     return size_of(
         cache, per_block, block, wanted, limit, lambda tokens: blocks_needed(groups, tokens, block, 32)
     )
+
+
+def test_bytes_of_a_token_are_the_references() -> None:
+    def layer(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        return page_bytes(load("reference"), ActivationShape(1, 1, kv_heads, head_dim, 1), 1, dtype)
+
+    assert 40 * layer(40, 128, torch.float16) == 819_200  # OPT-13B, fp16
+    assert 28 * layer(2, 128, torch.bfloat16) == 28_672  # Qwen2.5-1.5B, bf16
+    assert 28 * layer(2, 128, torch.int8) == 14_784  # the same in int8, with scales
 
 
 def test_gpu_pool_is_its_share_less_weights_activations_and_graphs() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -31,7 +30,7 @@ from octavo.worker.gpu import Gpu, MemoryUse, capture_sizes, largest_step, memor
 from octavo.worker.host import engines_here, free_memory, give_memory_back, set_threads
 from octavo.worker.inputs import StepInputs
 from octavo.worker.loading import Place, load_model, pick_place
-from octavo.worker.pages import KVPages
+from octavo.worker.pages import KVPages, page_bytes
 from octavo.worker.runner import ModelRunner
 
 log = logging.getLogger(__name__)
@@ -114,17 +113,12 @@ class Loaded:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: a page of each cache tensor, with what the kernels pad it by."""
-        layers = [(self.layout.layers_per_group, self.model)]
+        """Bytes of one block: a page of each cache tensor."""
+        layers = [(self.layout.layers_per_group, self.model.shape)]
         if self.draft is not None:
-            layers.append((self.draft.config.num_layers, self.draft))
+            layers.append((self.draft.config.num_layers, self.draft.shape))
         place, size = self.place, self.config.block_size
-        pages = [
-            count
-            * math.prod(place.ops.kv_cache_shape(1, size, shape.kv_heads, shape.head_dim, place.cache_dtype))
-            for count, shape in ((count, model.shape) for count, model in layers)
-        ]
-        return sum(pages) * place.cache_dtype.itemsize
+        return sum(count * page_bytes(place.ops, shape, size, place.cache_dtype) for count, shape in layers)
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Blocks of one request of so many tokens."""

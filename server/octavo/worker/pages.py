@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -41,6 +42,12 @@ class KVPages:
         count = 1 + max(place for _, place in places)
         tensors = [zeroed(size, dtype, device) for _ in range(count)]
         return cls(tensors, [(group, tensors[place]) for group, place in places])
+
+
+def page_bytes(ops: Ops, shape: ActivationShape, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block in one layer, with what the kernels pad it by."""
+    page = ops.kv_cache_shape(1, block_size, shape.kv_heads, shape.head_dim, dtype)
+    return math.prod(page) * dtype.itemsize
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -109,7 +109,8 @@ class Reader:
                 self._place += there
                 return True
             if self.ended:
-                self._place += there if cut else 0
+                if cut:
+                    self._place += there
                 return False
             yield
 
