@@ -37,6 +37,8 @@ class Opened:
         page.goto(url)
 
     def ask(self, question: str) -> None:
+        """Sends it once the answer before has ended: until then Enter sends nothing."""
+        expect(self.page.get_by_role("button", name="Send")).to_be_enabled()
         self.page.get_by_label("Your message").fill(question)
         self.page.keyboard.press("Enter")
 
