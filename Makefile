@@ -41,7 +41,7 @@ lint: install
 	$(BIN)/mypy --strict $(STRICT)
 
 test: lint
-	$(BIN)/python -m pytest --durations=15 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder --durations=15 $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

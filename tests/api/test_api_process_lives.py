@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from api.conftest import Running
 from api_processes import (
     BODY,
     COUNT,
@@ -28,7 +29,6 @@ from api_processes import (
     stored_in_each,
     until,
 )
-from conftest import Running
 from scripted_engine import ScriptedEngine
 
 from octavo.api.responses_routes import keeper

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import trustme
-from conftest import Running
+from api.conftest import Running
 from scripted_engine import ScriptedEngine
 
 from octavo.api.server import Server, parse_args

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import total_of
+from api.conftest import total_of
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.api.metrics import Metrics

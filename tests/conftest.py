@@ -1,0 +1,15 @@
+"""How several processes (pytest's ``-n``) divide the tests: by file, those of the cluster in one."""
+
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+
+
+class Scheduling(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return "cluster" if nodeid.startswith("tests/cluster/") else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    return Scheduling(config, log)
