@@ -1,9 +1,11 @@
 """Which backend serves, and how a missing or unfit one is reported."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -223,3 +225,18 @@ for _ in range(8):
 assert resident() - before < 300 << 20, resident() - before
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_weights_lie_in_memory_that_may_have_huge_pages():
+    """Private memory with the advice: shared memory has none unless the administrator allows it."""
+    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        pytest.skip("this system has no transparent huge pages")
+    address, _mapping = library.Arena().take(1)
+    ranges = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    for described in ranges[1:]:
+        start, end = (int(bound, 16) for bound in described.split(maxsplit=1)[0].split("-"))
+        if start <= address < end:
+            (flags,) = re.findall(r"^VmFlags: (.*)$", described, flags=re.MULTILINE)
+            assert "hg" in flags.split() and "sh" not in flags.split()
+            return
+    raise AssertionError(f"nothing is mapped at {address:#x}")

@@ -206,7 +206,8 @@ class Arena:
         size = -(-size // self.ALIGNMENT) * self.ALIGNMENT
         if self._mapping is None or self._next + size > self._end:
             length = max(size, self.CHUNK)
-            self._mapping = mmap.mmap(-1, length + self.HUGE_PAGE)
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory has no huge pages by default
+            self._mapping = mmap.mmap(-1, length + self.HUGE_PAGE, flags=private)
             with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve, more slowly
                 self._mapping.madvise(mmap.MADV_HUGEPAGE)
             start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
