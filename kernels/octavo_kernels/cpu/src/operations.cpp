@@ -129,6 +129,15 @@ void attend_split(Attention& a, const std::vector<AttentionTask>& whole) {
     }
 }
 
+// Tasks for all threads, about kTasksPerThread for each, such that the thread with the most panels has the fewest.
+long even_pieces(long panels, long threads) {
+    const auto most = [=](long turns) { return turns * ceil_div(panels, turns * threads); };
+    long best = kTasksPerThread;
+    for (long turns = kTasksPerThread - 1; turns <= 2 * kTasksPerThread; turns++)
+        if (most(turns) < most(best)) best = turns;
+    return best * threads;
+}
+
 }  // namespace
 
 void run(Matmul a) {
@@ -136,7 +145,7 @@ void run(Matmul a) {
     const auto product = a.x_form == kGroups ? active->quantised_matmul : active->matmul;
     const TaskSize size = active->task_size(a);
     const long threads = pool_threads(), rows = size.rows, blocks = ceil_div(a.m, rows), panels = a.weight.panels();
-    const long wanted = ceil_div(threads * kTasksPerThread, blocks);
+    const long wanted = blocks == 1 ? even_pieces(panels, threads) : ceil_div(threads * kTasksPerThread, blocks);
     const long most = larger(1, panels / size.least_panels), least = ceil_div(panels, size.most_panels);
     const long pieces = larger(least, smaller(most, wanted));
     a.next_panels = panels * threads / pieces;

@@ -11,7 +11,14 @@ namespace {
 // Rows whose sums stay in registers together, and the vectors of columns that they go over at once.
 constexpr int kMaxRows = kWidth == 16 ? 6 : 4;
 constexpr int vecs_of(int rows) { return kWidth == 16 || rows <= 2 ? 2 : 1; }
-constexpr long kPrefetchBytes = 2048;    // how far ahead of their use weights are asked for
+// Panels that are multiplied together. One row waits for memory, and more of it is on its way where two panels are read at
+// once.
+constexpr int panels_of(long rows) { return rows == 1 ? 2 : 1; }
+// How far ahead of their use weights are asked for: some lines with each quad, since the requests of a whole tile would be
+// more than a core has on their way at a time.
+constexpr long kAskBytes = 3072;
+
+inline void ask(const uint8_t* line) { _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T1); }
 
 // A vector of columns as integers: in each lane four values of k of one column.
 typedef uint16_t Quads __attribute__((vector_size(4 * kWidth)));
@@ -84,22 +91,36 @@ inline Quads weights_of(const uint8_t* tile, long column) {
     }
 }
 
-// One tile (kQuantGroup values of k) of M rows and V vectors of columns. Integer sums are exact, and those of the tiles are
-// added in order, whatever M and V: a row's result does not depend on the batch it is in.
-template <int kBits, bool kMinima, int M, int V>
+// One tile (kQuantGroup values of k) of M rows and V vectors of columns, as many of each of P panels. Integer sums are exact,
+// and those of the tiles are added in order, whatever M, P and V: a row's result does not depend on the batch it is in.
+template <int kBits, bool kMinima, int M, int P, int V>
 struct Tile {
     static constexpr int kScales = kBits == 6 ? 2 : 1;    // of a column, each for an equal part of the group
+    static constexpr long kValueBytes = kPanel * kQuantGroup * kBits / 8;
+    static constexpr long kScaleBytes = kPanel * sizeof(uint16_t);
+    static constexpr long kLines = (kValueBytes + kScaleBytes * (kScales + kMinima)) / 64;
 
     const QuantGroup* x;
     long x_stride;
-    const uint8_t* w;
+    const uint8_t* w;       // of the first panel
+    long panel_bytes;       // to the next one
     long column;
+    bool asks;              // for weights that come later
     Vec (&sums)[M][V];
+
+    const uint8_t* panel(int v) const { return w + v / (V / P) * panel_bytes; }
+    long column_of(int v) const { return column + v % (V / P) * kWidth; }
+    Vec floats(int v, long offset) const {
+        return load_halves(reinterpret_cast<const uint16_t*>(panel(v) + kValueBytes + offset) + column_of(v));
+    }
 
     template <int Q>
     inline void multiply_quad(Lanes (&lanes)[M][V]) const {
+        if (asks)
+            for (int p = 0; p < P; p++)
+                for (long i = kLines * Q / 8; i < kLines * (Q + 1) / 8; i++) ask(w + p * panel_bytes + kAskBytes + i * 64);
         Quads weights[V];
-        for (int v = 0; v < V; v++) weights[v] = weights_of<kBits, Q>(w, column + v * kWidth);
+        for (int v = 0; v < V; v++) weights[v] = weights_of<kBits, Q>(panel(v), column_of(v));
         for (int m = 0; m < M; m++) {
             int32_t four;
             __builtin_memcpy(&four, x[m * x_stride].values + 4 * Q, sizeof four);
@@ -114,9 +135,8 @@ struct Tile {
         for (int m = 0; m < M; m++)
             for (int v = 0; v < V; v++) lanes[m][v] = Lanes{} + x[m * x_stride].start[kPart];
         (multiply_quad<kPart * 8 / kScales + Q>(lanes), ...);
-        const uint16_t* scales = reinterpret_cast<const uint16_t*>(w + kPanel * kQuantGroup * kBits / 8) + kPart * kPanel;
         for (int v = 0; v < V; v++) {
-            const Vec scale = load_halves(scales + column + v * kWidth);
+            const Vec scale = floats(v, kPart * kScaleBytes);
             for (int m = 0; m < M; m++)
                 sums[m][v] = fma(to_floats(lanes[m][v]), mul(scale, set1(x[m * x_stride].scale)), sums[m][v]);
         }
@@ -125,45 +145,46 @@ struct Tile {
     inline void multiply() {
         multiply_part<0>(std::make_integer_sequence<int, 8 / kScales>());
         if constexpr (kScales == 2) multiply_part<1>(std::make_integer_sequence<int, 4>());
-        if constexpr (kMinima) {
-            const uint8_t* minima = w + kPanel * kQuantGroup * kBits / 8 + kPanel * kScales * sizeof(uint16_t);
+        if constexpr (kMinima)
             for (int v = 0; v < V; v++) {
-                const Vec minimum = load_halves(reinterpret_cast<const uint16_t*>(minima) + column + v * kWidth);
+                const Vec minimum = floats(v, kScales * kScaleBytes);
                 for (int m = 0; m < M; m++) sums[m][v] = fma(minimum, set1(x[m * x_stride].sum), sums[m][v]);
             }
-        }
     }
 };
 
-template <int kBits, bool kMinima, int M>
-void multiply(const QuantGroup* x, long tiles, const uint8_t* w, long tile_bytes, bool ahead, float* out) {
-    constexpr int V = vecs_of(M);
-    for (long column = 0; column < kPanel; column += V * kWidth) {
+// out: [P][M][kPanel].
+template <int kBits, bool kMinima, int M, int P>
+void multiply(const QuantGroup* x, long tiles, const uint8_t* w, long tile_bytes, bool asks, float* out) {
+    constexpr int kVecs = vecs_of(M), V = P * kVecs;
+    for (long column = 0; column < kPanel; column += kVecs * kWidth) {
         Vec sums[M][V];
         for (int m = 0; m < M; m++)
             for (int v = 0; v < V; v++) sums[m][v] = zero();
         const uint8_t* tile = w;
-        for (long t = 0; t < tiles; t++, tile += tile_bytes) {
-            if (ahead)
-                for (long line = 0; line < tile_bytes; line += 64)
-                    _mm_prefetch(reinterpret_cast<const char*>(tile + kPrefetchBytes + line), _MM_HINT_T0);
-            Tile<kBits, kMinima, M, V>{x + t, tiles, tile, column, sums}.multiply();
-        }
-        ahead = false;
+        for (long t = 0; t < tiles; t++, tile += tile_bytes)
+            Tile<kBits, kMinima, M, P, V>{x + t, tiles, tile, tiles * tile_bytes, column, asks, sums}.multiply();
+        asks = false;
         for (int m = 0; m < M; m++)
-            for (int v = 0; v < V; v++) store(out + m * kPanel + column + v * kWidth, sums[m][v]);
+            for (int v = 0; v < V; v++) store(out + (v / kVecs * M + m) * kPanel + column + v % kVecs * kWidth, sums[m][v]);
     }
 }
 
 using Multiply = void (*)(const QuantGroup*, long, const uint8_t*, long, bool, float*);
 
+// For one panel, and for panels_of().
+struct ByRows {
+    Multiply one[kMaxRows], together[kMaxRows];
+};
+
 template <int kBits, bool kMinima, int... M>
-const Multiply* by_rows(std::integer_sequence<int, M...>) {
-    static constexpr Multiply kTable[] = {multiply<kBits, kMinima, M + 1>...};
+const ByRows& by_rows(std::integer_sequence<int, M...>) {
+    static constexpr ByRows kTable{{multiply<kBits, kMinima, M + 1, 1>...},
+                                   {multiply<kBits, kMinima, M + 1, panels_of(M + 1)>...}};
     return kTable;
 }
 
-const Multiply* multiply_of(const Weight& w) {
+const ByRows& multiply_of(const Weight& w) {
     constexpr auto rows = std::make_integer_sequence<int, kMaxRows>();
     switch (w.bits) {
         case 4: return w.minima ? by_rows<4, true>(rows) : by_rows<4, false>(rows);
@@ -176,18 +197,24 @@ const Multiply* multiply_of(const Weight& w) {
 }  // namespace
 
 void quantised_matmul(const Matmul& a, long p0, long p1, long r0, long r1) {
-    const Multiply* multiply_rows = multiply_of(a.weight);
+    const ByRows& multiply = multiply_of(a.weight);
     const QuantGroup* x = static_cast<const QuantGroup*>(a.x);
     const long tiles = a.weight.k / kQuantGroup, tile_bytes = a.weight.tile_bytes();
-    const long rows = r1 - r0, blocks = ceil_div(rows, kMaxRows);
-    alignas(64) float sums[kMaxRows * kPanel];
-    for (long p = p0; p < p1; p++)
+    const long rows = r1 - r0, blocks = ceil_div(rows, kMaxRows), together = panels_of(rows);
+    alignas(64) float sums[kMaxRows * kPanel];    // as many of two panels of one row
+    const uint8_t* w = static_cast<const uint8_t*>(a.weight.data) + p0 * tiles * tile_bytes;
+    for (long i = 0; i < kAskBytes; i += 64) ask(w + i);
+    for (long p = p0; p < p1;) {
+        const long panels = smaller(together, p1 - p);
         for (long b = 0; b < blocks; b++) {
-            const uint8_t* w = static_cast<const uint8_t*>(a.weight.data) + p * tiles * tile_bytes;
             const long first = r0 + rows * b / blocks, count = r0 + rows * (b + 1) / blocks - first;
-            multiply_rows[count - 1](x + first * tiles, tiles, w, tile_bytes, b == 0, sums);
-            finish(a, sums, p, first, count);
+            const auto multiply_rows = (panels == 1 ? multiply.one : multiply.together)[count - 1];
+            multiply_rows(x + first * tiles, tiles, w, tile_bytes, b == 0, sums);
+            for (long i = 0; i < panels; i++) finish(a, sums + i * count * kPanel, p + i, first, count);
         }
+        p += panels;
+        w += panels * tiles * tile_bytes;
+    }
 }
 
 void quantise(const Matmul& a, QuantGroup* out, long r0, long r1) {
