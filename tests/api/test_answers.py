@@ -219,6 +219,12 @@ def test_tokenize_and_detokenize_are_each_others_inverse(fast: Any) -> None:
     assert fast.post("/tokenize", {"prompt": "hello"}).json()["token_strs"] is None
 
 
+def test_tokens_are_named_as_the_vocabulary_spells_them(fast: Any, renderer: Any) -> None:
+    told = fast.post("/tokenize", {"prompt": "one two é", "return_token_strs": True}).json()
+    assert told["token_strs"] == [renderer.tokenizer.id_to_token(token) for token in told["tokens"]]
+    assert "\ufffd" not in "".join(told["token_strs"]), "a token that is part of a character has a name too"
+
+
 def test_a_clients_request_id_comes_back(fast: Any) -> None:
     answer = fast.post("/v1/completions", {"model": "tiny", "prompt": "x"}, headers={"X-Request-Id": "abc-1"})
     assert answer.headers["x-request-id"] == "abc-1" and answer.json()["id"] == "cmpl-abc-1"
@@ -234,7 +240,8 @@ def test_every_answer_tells_the_load(fast: Any) -> None:
     for answer in (fast.get("/health"), fast.post("/v1/completions", {}), fast.get("/nowhere")):
         load = json.loads(answer.headers["x-octavo-load"])
         assert set(load) == {"running", "waiting", "waiting_tokens", "kv_usage", "prefill_tokens_per_s"}
-    assert fast.get("/load").json().keys() == load.keys()
+    told = fast.get("/load").json()
+    assert told.keys() == load.keys() | {"server_load"} and told["server_load"] == told["running"]
 
 
 def test_names_that_nobody_knows_are_ignored_and_counted(fast: Any) -> None:
@@ -277,4 +284,5 @@ def test_a_client_can_learn_to_render_chats_itself(fast: Any, renderer: Any) -> 
     told = fast.get("/tokenizer_info").json()
     assert told["chat_template"] == renderer.assets.chat_template
     assert (told["eos_token"], told["bos_token"], told["vocab_size"]) == ("<|end|>", None, 384)
+    assert told["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert (told["model_max_length"], told["tokenizer_digest"]) == (2048, renderer.assets.tokenizer_digest)

@@ -128,6 +128,22 @@ def test_a_streamed_echo_equals_the_whole_one(
         assert part == {name: choice[name] for name in part}
 
 
+def test_a_prompt_is_truncated_at_the_side_that_is_asked_for(fast: Any) -> None:
+    ids = {"truncate_prompt_tokens": 3, "return_token_ids": True}
+    for side, kept in ((None, [12, 13, 14]), ("left", [12, 13, 14]), ("right", [10, 11, 12])):
+        [choice] = answers(fast, prompt=[10, 11, 12, 13, 14], truncation_side=side, max_tokens=1, **ids)
+        assert choice["prompt_token_ids"] == kept
+
+
+def test_the_token_itself_is_first_among_the_likeliest(fast: Any) -> None:
+    prompt = [40, 41, 42, 43, 44, 45]
+    names = {"return_tokens_as_token_ids": True}
+    [choice] = answers(fast, prompt=prompt, echo=True, logprobs=3, max_tokens=4, **names)
+    shown = choice["logprobs"]
+    for token, top in zip(shown["tokens"][1:], shown["top_logprobs"][1:], strict=True):
+        assert next(iter(top)) == token and 3 <= len(top) <= 4
+
+
 def test_a_truncated_prompt_is_echoed_as_it_was_read(fast: Any, renderer: Any) -> None:
     [choice] = answers(fast, prompt="one two three", truncate_prompt_tokens=2, echo=True, max_tokens=0)
     assert choice["text"] == renderer.decode(renderer.encode("one two three")[-2:])
@@ -142,3 +158,14 @@ def test_usage_comes_with_every_chunk_where_it_is_asked_for(fast: Any) -> None:
     assert made == sorted(made) and made[-1] == 5 and len(set(made)) > 2
     alone = fast.post("/v1/completions", {**body, "stream_options": {"continuous_usage_stats": True}}).text
     assert '"usage"' not in alone
+
+
+def test_the_first_chunk_of_a_chat_has_its_usage_too(fast: Any) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+    text = fast.post("/v1/chat/completions", {**body, "stream": True, "stream_options": options}).text
+    usages = [json.loads(line[6:])["usage"] for line in text.splitlines() if line.startswith("data: {")]
+    assert (
+        usages[0]["completion_tokens"] == 0 and usages[0]["prompt_tokens"] == usages[-1]["prompt_tokens"] > 0
+    )
+    assert all(one["total_tokens"] == one["prompt_tokens"] + one["completion_tokens"] for one in usages)

@@ -239,6 +239,25 @@ def test_a_client_that_leaves_frees_its_blocks(paced: Any, streams: bool) -> Non
     assert paced.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1
 
 
+def test_thinking_that_only_its_own_server_reads_is_left_out_of_the_prompt(fast: Any) -> None:
+    said, sealed = {"type": "text", "text": "five"}, {"type": "redacted_thinking", "data": "opaque"}
+    counts = {
+        fast.post(
+            "/v1/messages/count_tokens",
+            {
+                "model": "tiny",
+                "messages": [
+                    {"role": "user", "content": "2 + 3?"},
+                    {"role": "assistant", "content": blocks},
+                    {"role": "user", "content": "sure?"},
+                ],
+            },
+        ).json()["input_tokens"]
+        for blocks in ([said], [sealed, said])
+    }
+    assert len(counts) == 1
+
+
 def test_thinking_that_is_off_is_not_shown(reciting: Any) -> None:
     off = {"thinking": {"type": "disabled"}}
     for read in (create, stream):
@@ -275,6 +294,15 @@ def test_a_prompt_that_is_too_long_is_told_so_in_the_words_that_clients_know(fas
             400,
             "messages[0].content[0].input",
         ),
+        *[
+            ({"messages": [{"role": role, "content": [block]}]}, 400, f"messages[0].content[0].{name}")
+            for role, name, block in (
+                ("assistant", "id", {"type": "tool_use", "id": "", "name": "f", "input": {}}),
+                ("assistant", "name", {"type": "tool_use", "id": "1", "name": "", "input": {}}),
+                ("assistant", "data", {"type": "redacted_thinking", "data": ""}),
+                ("user", "tool_use_id", {"type": "tool_result", "tool_use_id": "", "content": "x"}),
+            )
+        ],
         ({"system": [{"type": "image"}]}, 400, "system[0].type"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, 400, "tools[0].input_schema"),

@@ -48,6 +48,8 @@ def test_the_cache_says_how_large_it_is(fast: Any) -> None:
         "block_size": "16",
         "cache_dtype": "bfloat16",
         "num_gpu_blocks": "400",
+        "kv_cache_size_tokens": "6400",
+        "kv_cache_max_concurrency": "3.12",
         "model_name": "tiny",
         "engine": "0",
     }
@@ -61,7 +63,7 @@ def test_each_count_of_the_engine_has_its_metric() -> None:
         host_blocks_saved=7, host_blocks_loaded=5, row_faults=2, kv_event_batches=40,
         kv_event_batches_dropped=6, kv_event_batches_missed=1,
     )  # fmt: skip
-    engine: Any = SimpleNamespace(stats=stats, state="ready", listeners=[])
+    engine: Any = SimpleNamespace(stats=stats, state="ready", listeners=[], sleep_level=0)
     shown = text_string_to_metric_families(Metrics("tiny", engine).text().decode())
     samples = [sample for family in shown for sample in family.samples]
     for name, value in {
@@ -88,6 +90,7 @@ def test_a_request_is_counted_once_in_each(fast: Any) -> None:
         "request_prefill_time_seconds_count": 1, "request_decode_time_seconds_count": 1,
         "request_prompt_tokens_sum": 40, "request_generation_tokens_sum": 12, "request_params_n_sum": 1,
         "request_params_max_tokens_sum": 12, "iteration_tokens_total_sum": 52,
+        "request_num_preemptions_count": 1, "request_num_preemptions_sum": 0,
     }  # fmt: skip
     names = {f"vllm:{name}" for name in counted}
 

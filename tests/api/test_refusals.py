@@ -53,7 +53,8 @@ WRONG = [
     ("allowed_token_ids", "x"),
     ("prompt_logprobs", -1), ("prompt_logprobs", 21), ("prompt_logprobs", True),
     ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", 10**6),
-    ("truncate_prompt_tokens", "x"),
+    ("truncate_prompt_tokens", "x"), ("truncation_side", "middle"), ("truncation_side", 1),
+    ("cache_salt", ""),
     ("priority", "high"), ("priority", 2**31), ("priority", 0.5),
     ("timeout_s", 0), ("timeout_s", -1), ("timeout_s", "x"), ("timeout_s", 10**9),
     ("use_beam_search", "x"), ("length_penalty", 2), ("length_penalty", "x"), ("early_stopping", True),
@@ -71,6 +72,8 @@ WRONG = [
 UNSUPPORTED = [
     ("kv_transfer_params", {}),
     ("guided_json", {"type": "object"}), ("guided_choice", ["a"]),
+    ("regex", "a+"), ("ebnf", 'root ::= "a"'), ("stop_regex", "a+"),
+    ("logprob_token_ids", [5]), ("thinking_token_budget", 100),
 ]  # fmt: skip
 
 
@@ -108,6 +111,7 @@ def test_a_known_field_that_is_not_supported_is_refused(fast: Any, path: str, fi
         {"response_format": {"type": "text"}, "echo": False, "bad_words": [], "priority": 0, "user": "me"},
         {"use_beam_search": False, "length_penalty": 1.0, "structured_outputs": None, "min_tokens": 0},
         {"structured_outputs": {"regex": "a", "json": None, "structural_tag": None}},
+        {"logprob_token_ids": [], "thinking_token_budget": -1, "truncation_side": "right"},
         {"n": 1.0, "top_k": -1, "spaces_between_special_tokens": True, "include_reasoning": True},
     ],
 )
@@ -201,6 +205,10 @@ def test_a_grammar_that_the_engine_refuses_is_a_bad_request(fast: Any) -> None:
         ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages"),
         ({"messages": [{"role": "user", "content": "word " * 30000}]}, "messages"),
         ({"use_beam_search": True, "tool_choice": "required", "tools": TOOLS}, "tool_choice"),
+        (
+            {"structured_outputs": {"regex": "a"}, "tool_choice": "required", "tools": TOOLS},
+            "structured_outputs",
+        ),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"add_generation_prompt": "no"}, "add_generation_prompt"),
         ({"model": None}, "model"),

@@ -26,12 +26,19 @@ def asleep(running: Any) -> bool:
     return answer
 
 
+def depth(running: Any) -> dict[str, float]:
+    """The gauges of vLLM's name for how deep an engine sleeps."""
+    samples = [one for one in running.samples() if one.name == "vllm:engine_sleep_state"]
+    return {one.labels["sleep_state"]: one.value for one in samples}
+
+
 def test_a_sleeping_engine_refuses_requests_and_says_so(fast: Any) -> None:
     before = fast.post("/v1/completions", SHORT).json()
     assert fast.post("/v1/completions", SHORT).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
     assert not asleep(fast)
     assert admin(fast, "/sleep").json()["state"] == "sleeping"
     assert asleep(fast) and fast.metric("octavo:engine_state", state="sleeping") == 1
+    assert depth(fast) == {"awake": 0, "weights_offloaded": 1, "discard_all": 0}
     assert fast.http.get(fast.private_url + "/server_info").json()["state"] == "sleeping"
     assert [fast.get(path).status_code for path in ("/ready", "/health", "/live")] == [503, 503, 200]
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
@@ -40,6 +47,7 @@ def test_a_sleeping_engine_refuses_requests_and_says_so(fast: Any) -> None:
         assert "woken up" in refused.json()["error"]["message"]
     assert admin(fast, "/pause").status_code == 503
     assert admin(fast, "/wake_up").json()["state"] == "ready"
+    assert depth(fast) == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
     after = fast.post("/v1/completions", SHORT).json()
     assert not asleep(fast) and after["choices"] == before["choices"]
     assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "no prefix was kept"
@@ -56,6 +64,7 @@ def test_sleep_ends_the_requests_that_run_and_those_of_a_paused_engine(paced: An
             assert json.loads(list(lines)[-1][6:])["choices"][0]["finish_reason"] == "abort"
         assert paced.get("/load").json() | {"prefill_tokens_per_s": 0} == {
             "running": 0, "waiting": 0, "waiting_tokens": 0, "kv_usage": 0, "prefill_tokens_per_s": 0,
+            "server_load": 0,
         }  # fmt: skip
         assert admin(paced, "/wake_up").json()["state"] == "ready"
 

@@ -196,6 +196,8 @@ def test_the_latest_to_arrive_is_preempted_and_gives_the_same_tokens(bench):
     assert b.tokens("new") == b.executor.alone([2] * 4, 10)
     done = {name: b.outputs[name][-1].times.finished for name in ("old", "new")}
     assert done["old"] < done["new"]
+    times = [b.outputs[name][-1].times.preemptions for name in ("old", "new")]
+    assert sum(times) == b.scheduler.stats().preemptions and times[0] == 0
 
 
 def test_a_preempted_sequence_finds_its_own_blocks_again(bench):

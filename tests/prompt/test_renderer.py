@@ -329,6 +329,27 @@ def test_arguments_are_objects_that_join_to_strings_as_json(smollm2: Any) -> Non
     assert rendered == 'a{"a": [1]}bf0'
 
 
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ("{{ m.role + m['content'] }}", "assistant"),
+        ("{{ m.content }}", ""),
+        ("{% if m.content is none %}calls{% endif %}", "calls"),
+        ("{% if m['content'] is not none %}said{% else %}calls{% endif %}", "calls"),
+        ("{% if m.content == none %}calls{% endif %}", "calls"),
+    ],
+)
+def test_a_message_of_calls_alone_has_an_empty_content_where_the_template_does_not_ask_for_none(
+    smollm2: Any, content: str, shown: str
+) -> None:
+    template = "{% for m in messages %}" + content + "{% endfor %}"
+    for message in (
+        {"role": "assistant", "tool_calls": CALLS},
+        {"role": "assistant", "content": None, "tool_calls": CALLS},
+    ):
+        assert with_template(smollm2, template).render({"messages": [message]}) == shown
+
+
 def test_contents_come_as_parts_where_the_template_reads_parts(smollm2: Any) -> None:
     loops = "{% for m in messages %}{% for part in m['content'] %}<{{ part.text }}>{% endfor %}{% endfor %}"
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]

@@ -15,8 +15,12 @@ MAX_STOP_STRINGS = 4  # as OpenAI
 
 _OFF: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
+    "logprob_token_ids": ([],),
+    "thinking_token_budget": (-1,),
+    # Older names of structured_outputs, and other servers': an answer in any form is not what they ask.
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-}  # the last four are older names of structured_outputs: an answer in any form is not what they ask
+    **dict.fromkeys(("regex", "ebnf", "stop_regex"), ()),
+}
 _OFF_CHAT: dict[str, tuple[Any, ...]] = {
     **_OFF,
     "modalities": (["text"],),
@@ -25,6 +29,7 @@ _OFF_CHAT: dict[str, tuple[Any, ...]] = {
 _OFF_COMPLETION: dict[str, tuple[Any, ...]] = {
     **_OFF,
     "best_of": (1,),
+    "prompt_embeds": (),
     "suffix": ("",),
     "include_reasoning": (True,),
     "reasoning_effort": (),
@@ -38,7 +43,7 @@ _SAMPLING = [
 ]  # fmt: skip
 _COMMON = [
     "model", "stream", "stream_options", "cache_salt", "priority", "timeout_s", "truncate_prompt_tokens",
-    "request_id", "user", "return_token_ids", "return_tokens_as_token_ids",
+    "truncation_side", "request_id", "user", "return_token_ids", "return_tokens_as_token_ids",
 ]  # fmt: skip
 _CHAT = [
     "messages", "max_completion_tokens", "top_logprobs", "add_generation_prompt", "continue_final_message",

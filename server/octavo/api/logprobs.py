@@ -79,8 +79,8 @@ class CompletionLogprobs:
         return whole
 
     def chunk(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """The lists for these tokens. Offsets count characters of the tokens' own texts, from the choice's
-        start.
+        """The lists for these tokens; in ``top_logprobs`` the token itself comes first. Offsets count
+        characters of the tokens' own texts, from the choice's start.
         """
         tokens, values, tops, offsets = [], [], [], []
         for token_id, one in zip(token_ids, logprobs, strict=True):
@@ -89,10 +89,9 @@ class CompletionLogprobs:
             values.append(max(one.logprob, LOWEST))
             offsets.append(self._offset)
             self._offset += len(self._renderer.token_text(token_id))
-            top: dict[str, float] = {}
+            top = {name: max(one.logprob, LOWEST)}
             for other, logprob in one.top:
                 top.setdefault(token_name(self._renderer, other, self._as_ids), max(logprob, LOWEST))
-            top.setdefault(name, max(one.logprob, LOWEST))
             tops.append(top)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 

@@ -26,7 +26,9 @@ _REQUEST = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
 _ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_PREEMPTIONS = (0, 1, 2, 5, 10, 20, 50)
 _STATES = get_args(EngineState)
+_SLEEP = ("awake", "weights_offloaded", "discard_all")  # by the level of the sleep
 
 
 def _lengths(longest: int) -> tuple[int, ...]:
@@ -75,6 +77,9 @@ class Metrics:
             "request_inference_time_seconds", "Scheduled to last token.", _REQUEST
         )
         self._iteration = self._histogram("iteration_tokens_total", "Tokens of an engine step.", _ITERATION)
+        self._preemptions = self._histogram(
+            "request_num_preemptions", "Times that sequences were put back to make room.", _PREEMPTIONS
+        )
         self._n = self._histogram("request_params_n", "The n of requests.", (1, 2, 5, 10, 20, 50, 100))
         self.http = Counter(
             "octavo:http_requests", "Answers by route and status.", ["method", "route", "status"],
@@ -108,10 +113,13 @@ class Metrics:
             self._length_metrics[name] = self._histogram(name, help, buckets)
         if not self._first:
             return
+        tokens = info.num_blocks * info.kv["block_size"]
         config = {
             "block_size": str(info.kv["block_size"]),
             "cache_dtype": info.kv["dtype"],
             "num_gpu_blocks": str(info.num_blocks),
+            "kv_cache_size_tokens": str(tokens),
+            "kv_cache_max_concurrency": f"{tokens / info.max_model_len:.2f}",  # requests of the full length
         }
         gauge = Gauge(
             "vllm:cache_config_info", "Configuration of the KV cache.", [*self._labels, *config],
@@ -147,6 +155,7 @@ class Metrics:
         self._length_metrics["request_generation_tokens"].observe(num_tokens)
         if times is None or not times.first_token:
             return
+        self._preemptions.observe(times.preemptions)
         self._queue.observe(times.scheduled - times.arrival)
         self._prefill.observe(times.first_token - times.scheduled)
         self._decode.observe(times.finished - times.first_token)
@@ -185,6 +194,11 @@ class _EngineGauges(Collector):
             ("cpu_cache_usage_perc", "Share of the host tier in use, 0 to 1.", stats.host_usage),
         ):
             yield _gauge(f"vllm:{name}", help, [(labels, value)])
+        reasons = [({**labels, "reason": "capacity"}, stats.waiting), ({**labels, "reason": "deferred"}, 0)]
+        yield _gauge("vllm:num_requests_waiting_by_reason", "Waiting sequences by what for.", reasons)
+        level = self._engine.sleep_level
+        sleep = [({**labels, "sleep_state": name}, float(i == level)) for i, name in enumerate(_SLEEP)]
+        yield _gauge("vllm:engine_sleep_state", "1 for how deep the engine sleeps.", sleep)
         lora = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
         yield _gauge("vllm:lora_requests_info", "Adapters in use: none.", [({**labels, **lora}, time.time())])
         for name, help, total in (

@@ -97,7 +97,7 @@ async def _events(
     """The first chunks at once, then one for each step that shows something, usage if asked for."""
     async with owned(generation):
         for chunk in answer.first_chunks():
-            yield event(chunk)
+            yield event({**chunk, "usage": generation.usage()} if parsed.continuous_usage else chunk)
         async for delta in generation.deltas():
             if (shown := answer.chunk(delta)) is not None:
                 yield event({**shown, "usage": generation.usage()} if parsed.continuous_usage else shown)

@@ -156,10 +156,11 @@ _FIELDS: dict[str, Schema] = {
     "stream_options": _object(
         {"include_usage": _or_null(_FLAG), "continuous_usage_stats": _or_null(_FLAG)}, ()
     ),
-    "cache_salt": _TEXT,
+    "cache_salt": _SOME_TEXT,
     "priority": _whole(-(2**31), 2**31 - 1),
     "timeout_s": {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400},
     "truncate_prompt_tokens": _whole(-1),
+    "truncation_side": {"enum": ["left", "right"]},
     "request_id": _TEXT,
     "user": _ANY,
     "chat_template": _TEXT,
@@ -327,6 +328,7 @@ _SCHEMAS: dict[str, Schema] = {
             "waiting_tokens": _COUNT,
             "kv_usage": _NUMBER,
             "prefill_tokens_per_s": _NUMBER,
+            "server_load": _COUNT,
         }
     ),
     "Version": _object({"version": _TEXT}),

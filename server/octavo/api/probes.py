@@ -53,7 +53,9 @@ def probe_routes(service: Service) -> APIRouter:
 
     @routes.api_route("/load", methods=READ)
     async def load() -> Response:
-        return json_response(service.load())
+        """What the router reads of an engine, and their sum under the name that others know."""
+        load = service.load()
+        return json_response({**load, "server_load": load["running"] + load["waiting"]})
 
     @routes.api_route("/metrics", methods=READ)
     async def metrics() -> Response:

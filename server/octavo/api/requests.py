@@ -54,6 +54,8 @@ class ParsedRequest:
         self.stream = fields.flag("stream", False)
         self.include_usage, self.continuous_usage = self._stream_options()
         self.cache_salt = fields.text("cache_salt")
+        if self.cache_salt == "":  # a tenant that was to be alone would share with all
+            raise wrong("cache_salt", "", "a string that is not empty, or left out")
         self.request_id = fields.text("request_id")
         if len(self.request_id or "") > LONGEST_REQUEST_ID:
             raise wrong("request_id", self.request_id, f"of at most {LONGEST_REQUEST_ID} characters")
@@ -96,6 +98,9 @@ class ParsedRequest:
         if last is not None and not (last == -1 or 1 <= last <= longest):
             allowed = f"between 1 and {longest}, or -1 for as many as fit"
             raise wrong("truncate_prompt_tokens", last, allowed)
+        side = self.fields.text("truncation_side") or "left"
+        if side not in ("left", "right"):
+            raise wrong("truncation_side", side, "left (the end is kept) or right (the beginning is)")
         fits = longest if last is None else max(longest, LONGEST_CUT)
         if self.chat:
             chat = with_tools(dict(body))
@@ -111,13 +116,15 @@ class ParsedRequest:
         if last is None:
             return prompts
         kept = max(1, longest - (self.sampling.max_tokens or 1)) if last == -1 else last
-        return [prompt[-kept:] for prompt in prompts]
+        return [prompt[-kept:] if side == "left" else prompt[:kept] for prompt in prompts]
 
     async def compile(self, request: Request) -> None:
         """Make the grammar of the form that is asked for, if any. ``ClientGone`` when the client leaves."""
         forms, where = structured_outputs(self.fields)
         if forms is not None:
             self._formed_by = where
+            if where == "structured_outputs" and self.reading is not None:
+                self.reading.refuse_form(where)
         try:
             answer = where.partition(".")[0] if forms is not None else None
             lark = self.reading.grammar(answer) if self.reading is not None else None

@@ -68,12 +68,13 @@ def responses_routes(service: Service) -> APIRouter:
         with asked.named():
             await _begun(generation)
         service.open[id(kept)] = {**request.scope["state"], "response_id": response_id}
+        begun = json_response(answer.response)  # "queued", as OpenAI has it
         kept.task = asyncio.create_task(_in_background(generation, answer))
         kept.task.add_done_callback(lambda _: service.open.pop(id(kept)))
         kept.task.add_done_callback(lambda _: done())
         store.put(kept)
         await asyncio.sleep(0)  # a task that is cancelled before it began could not close its generation
-        return json_response(answer.response)
+        return begun
 
     @routes.get("/v1/responses/{response_id}")
     async def retrieve(response_id: str, request: Request) -> Response:

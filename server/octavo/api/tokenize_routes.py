@@ -47,6 +47,7 @@ def tokenize_routes(service: Service) -> APIRouter:
             {
                 **named,
                 **assets.special_tokens,
+                "tokenizer_class": assets.tokenizer_class,
                 "chat_template": assets.chat_template,
                 "vocab_size": assets.vocab_size,
                 "model_max_length": info.max_model_len,
@@ -76,7 +77,7 @@ def _tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
         "count": len(tokens),
         "max_model_len": info.max_model_len,
         "tokens": tokens,
-        "token_strs": [renderer.token_text(token) for token in tokens] if shown else None,
+        "token_strs": [renderer.tokenizer.id_to_token(token) for token in tokens] if shown else None,
     }
 
 

@@ -51,12 +51,15 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestTimes(msgspec.Struct, frozen=True):
-    """Seconds since the epoch; zero where the stage was not reached."""
+    """Seconds since the epoch; zero where the stage was not reached. ``preemptions``: how often the sequence
+    was put back to make room.
+    """
 
     arrival: float
     scheduled: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
+    preemptions: int = 0
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -302,6 +302,8 @@ class Planner:
             means = "recompute"
             self._give_up(victim)
         self.preemptions[means] += 1
+        for member in victim.active:
+            member.preemptions += 1
         self.enqueue(victim)
         return victim is not group
 

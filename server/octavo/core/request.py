@@ -210,6 +210,7 @@ class Request:
         "num_registered",
         "pending",
         "planned",
+        "preemptions",
         "proposer",
         "request",
         "request_id",
@@ -270,6 +271,7 @@ class Request:
         self.proposer: Proposer | None = None  # what proposes drafts from the tokens themselves
         self.scheduled_time = 0.0
         self.first_token_time = 0.0
+        self.preemptions = 0
         self.finished = False
 
     @property
@@ -289,4 +291,6 @@ class Request:
         return None, None
 
     def times(self, finished: float) -> RequestTimes:
-        return RequestTimes(self.arrival, self.scheduled_time, self.first_token_time, finished)
+        return RequestTimes(
+            self.arrival, self.scheduled_time, self.first_token_time, finished, self.preemptions
+        )

@@ -72,6 +72,7 @@ class EngineClient:
         self._failure: OctavoError | None = None
         self._draining = False
         self.standing = Standing()
+        self.sleep_level = 0  # of the last call to sleep, until all is back
         self._refusing = False
         self._stall_s = stall_s
         self._end_stalled_s = end_stalled_s
@@ -224,6 +225,7 @@ class EngineClient:
         """
         self.stand(sleeping=True)
         await self.admin("sleep", level=level)
+        self.sleep_level = level
         self.stand(paused=False, asleep=True)
 
     async def wake_up(self, tags: Sequence[str] = ()) -> None:
@@ -231,6 +233,7 @@ class EngineClient:
         once no part is missing. ``InvalidRequest`` for an unknown one.
         """
         missing = bool(await self.admin("wake_up", tags=list(tags)))
+        self.sleep_level = self.sleep_level if missing else 0
         self.stand(sleeping=missing, asleep=missing)
 
     async def rest(self) -> None:

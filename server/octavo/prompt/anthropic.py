@@ -99,7 +99,7 @@ def _user_block(
             told = parts(block.get("content") or [], f"{where}.content", ("text",))
             if block.get("is_error") is True:  # chats have no other way to say so
                 told = [{"type": "text", "text": "Error:"}, *told]
-            call_id = string(block, "tool_use_id", where)
+            call_id = _named(block, "tool_use_id", where)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": content(told)})
         case kind:
             raise unsupported(f"{where}.type", kind, "this model reads blocks of type text and tool_result")
@@ -116,14 +116,23 @@ def _assistant_block(turn: dict[str, Any], block: dict[str, Any], where: str) ->
             if not isinstance(given, dict):
                 raise wrong(f"{where}.input", given, "an object")
             function = {
-                "name": string(block, "name", where),
+                "name": _named(block, "name", where),
                 "arguments": json.dumps(given, ensure_ascii=False),
             }
-            call = {"id": string(block, "id", where), "type": "function", "function": function}
+            call = {"id": _named(block, "id", where), "type": "function", "function": function}
             turn.setdefault("tool_calls", []).append(call)
+        case "redacted_thinking":  # of another server, which alone can read it
+            _named(block, "data", where)
         case kind:
-            allowed = "an assistant's blocks are of type text, thinking and tool_use"
+            allowed = "an assistant's blocks are of type text, thinking, redacted_thinking and tool_use"
             raise unsupported(f"{where}.type", kind, allowed)
+
+
+def _named(block: dict[str, Any], name: str, where: str) -> str:
+    """The string ``block[name]``, which must not be empty."""
+    if not (value := string(block, name, where)):
+        raise wrong(f"{where}.{name}", value, "a string that is not empty")
+    return value
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:

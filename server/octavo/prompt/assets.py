@@ -29,7 +29,8 @@ class PromptAssets(msgspec.Struct, frozen=True, kw_only=True):
     ``special_tokens`` maps ``bos_token``, ``eos_token`` ... to their text, as chat templates expect them.
     ``vocab_size`` is the number of token ids that a prompt may hold. ``generation_config`` holds the model's
     own sampling defaults. ``content_format``: string, openai (a list of parts) or auto (what the template
-    reads). ``request_templates``: requests may bring a template of their own.
+    reads). ``request_templates``: requests may bring a template of their own. ``tokenizer_class``: the
+    class of Hugging Face that reads the tokenizer, for clients.
     """
 
     tokenizer_json: str
@@ -40,6 +41,7 @@ class PromptAssets(msgspec.Struct, frozen=True, kw_only=True):
     generation_config: dict[str, Any] = {}
     content_format: Literal["auto", "string", "openai"] = "auto"
     request_templates: bool = False
+    tokenizer_class: str = "PreTrainedTokenizerFast"
     format: int = _FORMAT
 
     @property
@@ -148,6 +150,7 @@ def _from_folder(path: Path) -> PromptAssets:
         chat_template=_chat_template(path, settings),
         special_tokens=named,
         generation_config=generation,
+        tokenizer_class=str(settings.get("tokenizer_class") or "PreTrainedTokenizerFast"),
     )
 
 

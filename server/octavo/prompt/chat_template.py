@@ -23,7 +23,8 @@ class ChatTemplate:
     """A compiled template. ``render`` is thread safe.
 
     ``content_form``: "openai" where it loops over the parts of a message's content, "given" where it also
-    tells them from a string, "string" where it does neither.
+    tells them from a string, "string" where it does neither. ``reads_null``: it asks whether a content is
+    none; another one, which may join contents to strings, is to be given "" in its place.
     """
 
     def __init__(self, source: str) -> None:
@@ -44,6 +45,7 @@ class ChatTemplate:
         tests = (test for test in tree.find_all(jinja2.nodes.Test) if test.name == "string")
         told = any(_is_content(test.node) for test in tests)
         self.content_form: Form = "string" if not loops else "given" if told else "openai"
+        self.reads_null = any(_asks_for_none(node) for node in tree.find_all(jinja2.nodes.Expr))
 
     def render(self, names: dict[str, Any]) -> str:
         """The text of a chat; ``names`` are what the template may use.
@@ -74,6 +76,15 @@ def _is_content(node: jinja2.nodes.Node) -> bool:
     if isinstance(node, jinja2.nodes.Getitem):
         return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "content"
     return isinstance(node, jinja2.nodes.Name) and node.name == "content"
+
+
+def _asks_for_none(node: jinja2.nodes.Node) -> bool:
+    """Whether an expression is ``message.content is none``, or compares it with none."""
+    if isinstance(node, jinja2.nodes.Test):
+        return node.name == "none" and _is_content(node.node)
+    if not isinstance(node, jinja2.nodes.Compare) or not _is_content(node.expr):
+        return False
+    return any(isinstance(one.expr, jinja2.nodes.Const) and one.expr.value is None for one in node.ops)
 
 
 class _TemplateRefusal(jinja2.TemplateError):

@@ -16,6 +16,7 @@ EXTENSIONS = frozenset([
     "allowed_token_ids", "bad_words", "min_tokens", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "skip_special_tokens", "structured_outputs", "chat_template_kwargs",
     "cache_salt", "priority", "timeout_s", "truncate_prompt_tokens",
+    "truncation_side",
 ])  # fmt: skip
 
 

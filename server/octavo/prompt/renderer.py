@@ -60,6 +60,8 @@ class PromptRenderer:
             raise InvalidRequest(
                 "this model has no chat template: send text to /v1/completions instead", param="messages"
             )
+        if not template.reads_null:
+            messages = [{**m, "content": ""} if m["content"] is None else m for m in messages]
         if "developer" not in template.source:  # OpenAI's newer name of the system role
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         continued = _flag(body, "continue_final_message", False)

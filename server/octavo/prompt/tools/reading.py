@@ -69,6 +69,16 @@ class OutputReading:
         """Whether answers are more than content."""
         return self._form is not None or self.reasoning is not None
 
+    def refuse_form(self, where: str) -> None:
+        """Raise ``InvalidRequest`` where a call is required, beside ``where``, a field that says the answer's
+        form.
+        """
+        if self.choice.mode == "required":
+            raise InvalidRequest(
+                f"{where} says the form of an answer, and tool_choice asks for a call: leave one of them out",
+                param=where,
+            )
+
     def parser(self) -> OutputParser:
         """For one answer."""
         schemas = {tool.name: tool.schema for tool in self.tools}
