@@ -15,9 +15,9 @@ MOST, BLOCK = 24, 8
 
 
 class Layer:
-    """Buffers for up to MOST rows, and one layer's operations on the first of them."""
+    """Buffers for up to ``most`` rows, and one layer's operations on the first of them."""
 
-    def __init__(self, ops, dtype):
+    def __init__(self, ops, dtype, most=MOST):
         self.ops = ops
         torch.manual_seed(0)
 
@@ -29,18 +29,18 @@ class Layer:
         self.pair = ops.pack_gate_up(values(INNER, HIDDEN), values(INNER, HIDDEN), dtype)
         self.down = ops.pack(values(HIDDEN, INNER), dtype)
         self.norm, self.head_norm = values(HIDDEN), values(DIM)
-        angles = torch.rand(MOST, DIM // 2)
+        angles = torch.rand(most, DIM // 2)
         self.cos, self.sin = angles.cos(), angles.sin()
-        self.input = values(MOST, HIDDEN)
-        self.residual, self.x, self.y = (torch.zeros(MOST, HIDDEN, dtype=dtype) for _ in range(3))
-        self.heads = torch.zeros(MOST, HEADS + 2 * KV_HEADS, DIM, dtype=dtype)
-        self.attended = torch.zeros(MOST, HEADS, DIM, dtype=dtype)
-        self.inner = torch.zeros(MOST, INNER, dtype=dtype)
-        shape = ops.kv_cache_shape(MOST, BLOCK, KV_HEADS, DIM)
+        self.input = values(most, HIDDEN)
+        self.residual, self.x, self.y = (torch.zeros(most, HIDDEN, dtype=dtype) for _ in range(3))
+        self.heads = torch.zeros(most, HEADS + 2 * KV_HEADS, DIM, dtype=dtype)
+        self.attended = torch.zeros(most, HEADS, DIM, dtype=dtype)
+        self.inner = torch.zeros(most, INNER, dtype=dtype)
+        shape = ops.kv_cache_shape(most, BLOCK, KV_HEADS, DIM)
         self.cache = torch.zeros(shape, dtype=dtype)
-        self.positions, self.slots = torch.zeros(2, MOST, dtype=torch.int64)
-        self.starts, self.lengths = torch.zeros(2, MOST + 1, dtype=torch.int32)
-        self.tables = torch.zeros(MOST, MOST, dtype=torch.int32)
+        self.positions, self.slots = torch.zeros(2, most, dtype=torch.int64)
+        self.starts, self.lengths = torch.zeros(2, most + 1, dtype=torch.int32)
+        self.tables = torch.zeros(most, most, dtype=torch.int32)
 
     def prompts(self, lengths):
         """Set the inputs to prompts of these lengths, each in blocks of its own -> rows, sequences."""
@@ -81,8 +81,17 @@ class Layer:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_a_replay_equals_the_calls_for_any_rows(cpu, lengths, recorded_rows, dtype):
-    layer = Layer(cpu, dtype)
-    replay = cpu.record(lambda: layer.run(recorded_rows, 1))
+    check_replay(Layer(cpu, dtype), lengths, recorded_rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [(500,), (150, 1, 320), (1, 1100)])
+def test_a_replay_equals_the_calls_for_long_prompts(cpu, lengths, dtype):
+    check_replay(Layer(cpu, dtype, sum(lengths)), lengths, recorded_rows=1)
+
+
+def check_replay(layer, lengths, recorded_rows):
+    replay = layer.ops.record(lambda: layer.run(recorded_rows, 1))
     assert not layer.x.any() and not layer.cache.any()  # recording runs nothing
     layer.run(*layer.prompts(lengths))
     expected = [t.clone() for t in (layer.y, layer.residual, layer.cache)]

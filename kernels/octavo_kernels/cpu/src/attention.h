@@ -8,6 +8,7 @@
 
 #include "cache.h"
 #include "eight_bits.h"
+#include "softmax.h"
 
 namespace octavo {
 namespace OCTAVO_ISA {
@@ -46,8 +47,6 @@ struct Tile {
     uint8_t* bytes;            // room for a group of an 8-bit cache
     float *key_scales, *value_scales;    // of each token of the chunk, in int8; else null
 };
-
-static const float kMinusInfinity = -__builtin_inff();
 
 static inline Softmax carve(float*& at, long rows, long padded_dim) {
     Softmax s{at, at + rows, at + 2 * rows};
@@ -196,44 +195,6 @@ void find_groups(const Attention& a, const Chunk& chunk, const Chunk* next, Tile
     }
 }
 
-// e^x as exactly as a type of probabilities keeps it.
-static inline Vec exp_as(const float*, Vec x) { return exp(x); }
-static inline Vec exp_as(const bf16*, Vec x) { return coarse_exp(x); }
-
-// Scores of one row to probabilities relative to the row's maximum; only columns [begin, end) are seen. The scales (or null)
-// are those of each column's key, and of its value.
-template <class P>
-void softmax_row(float* scores, long columns, long begin, long end, float scale, float softcap, const float* key_scales,
-                 const float* value_scales, P* out, float& maximum, float& sum_out) {
-    const bool none = begin >= end;
-    const long first = none ? columns : begin / kWidth * kWidth, last = none ? columns : round_up(end, kWidth);
-    for (long i = 0; i < first; i++) out[i] = P{};
-    for (long i = last; i < columns; i++) out[i] = P{};
-    maximum = kMinusInfinity;
-    sum_out = 0.0f;
-    if (none) return;
-    if (key_scales)
-        for (long i = first; i < last; i += kWidth) store(scores + i, mul(load(scores + i), load(key_scales + i)));
-    if (softcap > 0.0f) {
-        const Vec inner = set1(scale / softcap), cap = set1(softcap);
-        for (long i = first; i < last; i += kWidth) store(scores + i, mul(tanh(mul(load(scores + i), inner)), cap));
-        scale = 1.0f;
-    }
-    for (long i = first; i < begin; i++) scores[i] = kMinusInfinity;
-    for (long i = end; i < last; i++) scores[i] = kMinusInfinity;
-    Vec top = load(scores + first);
-    for (long i = first + kWidth; i < last; i += kWidth) top = max(top, load(scores + i));
-    maximum = largest(top) * scale;
-    const Vec factor = set1(scale), shift = set1(-maximum);
-    Vec total = zero();
-    for (long i = first; i < last; i += kWidth) {
-        const Vec p = exp_as(out, fma(load(scores + i), factor, shift));
-        total = add(total, p);
-        store(out + i, value_scales ? mul(p, load(value_scales + i)) : p);
-    }
-    sum_out = sum(total);
-}
-
 // running := running merged with the next chunk. Rows are taken kWidth at a time, so both have room for kRowPad more.
 static inline void merge_rows(const Softmax& chunk, const Softmax& running, long rows, long padded_dim) {
     alignas(64) float old_factor[kWidth], new_factor[kWidth];
@@ -338,15 +299,16 @@ void attend_tile(const Attention& a, const AttentionTask& task, bool first, cons
         Products::score(tile);
         const long columns = tile.groups * kGroup;
         Query* probabilities = reinterpret_cast<Query*>(tile.probabilities);
-        for (long r = 0; r < rows; r++) {
-            for (long g = tile.early_groups() * r / rows; g < tile.early_groups() * (r + 1) / rows; g++)
-                ask(tile.next_keys[g], c.group_elements());
-            const long own = chunk.position + r / share;
-            const long lowest = a.window > 0 ? larger(0, own - a.window + 1 - chunk.begin) : 0;
-            softmax_row(tile.scores + r * kChunk, columns, lowest, smaller(own + 1 - chunk.begin, columns), a.scale,
-                        a.softcap, tile.key_scales, tile.value_scales, probabilities + r * kChunk,
-                        tile.chunk.maximum[r], tile.chunk.sum[r]);
-        }
+        const long early = tile.early_groups();
+        for (long r = 0, asked = 0, own = chunk.position; r < rows; own++)
+            for (long end = r + share; r < end; r++) {
+                for (; asked * rows < early * (r + 1); asked++) ask(tile.next_keys[asked], c.group_elements());
+                const long lowest = a.window > 0 ? own - a.window + 1 : 0;
+                const Seen seen{larger(0, lowest - chunk.begin), smaller(own + 1 - chunk.begin, columns),
+                                lowest <= number * kChunk};
+                softmax_row(tile.scores + r * kChunk, columns, seen, a.scale, a.softcap, tile.key_scales,
+                            tile.value_scales, probabilities + r * kChunk, tile.chunk.maximum[r], tile.chunk.sum[r]);
+            }
         Products::weigh(tile);
         if (task.partial < 0) merge_rows(tile.chunk, tile.running, rows, c.padded_dim);
     }

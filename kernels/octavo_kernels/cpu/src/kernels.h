@@ -203,6 +203,8 @@ struct Kernels {
     void (*matmul)(const Matmul&, long panel_begin, long panel_end, long row_begin, long row_end);
     XForm (*x_form)(const Matmul&);    // that matmul wants for this product
     TaskSize (*task_size)(const Matmul&);    // for x in that form
+    // The most rows of this product of which one thread may take all panels, to go on with them to the next operation. 0: none.
+    long (*chain_rows)(const Matmul&);
     void (*widen)(const bf16* x, long x_stride, long k, float* out, long out_stride, long rows);
     void (*quantised_matmul)(const Matmul&, long panel_begin, long panel_end, long row_begin, long row_end);
     void (*quantise)(const Matmul&, QuantGroup* out, long row_begin, long row_end);

@@ -15,13 +15,13 @@ constexpr long kBlockRows = 2 * kTileRows;
 constexpr long kBlockSums = kBlockRows * kPanel;
 // While rows are few, the weights stream from memory: how far ahead of use they are asked for.
 constexpr long kPrefetchBytes = 2048;
-// A block of many rows is multiplied part after part of k: its part of x stays in the L1 cache, with room for a panel's part
-// and the sums, while the panels of the task pass.
-constexpr long kPartTiles = 9;
+// A block of many rows is multiplied part after part of k: its part of x stays in the L1 cache while the panels of the task
+// pass, which are loaded past that cache.
+constexpr long kPartTiles = 18;
 // The panels and the rows of a task stay in the L2 cache while the blocks pass. With fewer panels than the least, a block's
 // x would be brought to the L1 cache for too little work.
 constexpr long kLeastPanels = 4;
-constexpr long kTaskPanelBytes = 400 << 10;
+constexpr long kTaskPanelBytes = 150 << 10;
 constexpr long kTaskRowBytes = 800 << 10;
 
 inline void prefetch_tiles(const char* w) {
@@ -103,9 +103,9 @@ void multiply_block(const char* x, long stride, const char* w, long tiles, bool 
         if (ahead.share > 0) ahead.ask();
         else prefetch_tiles(w);
         _tile_loadd(4, x, stride);
-        _tile_loadd(6, w, 64);
+        _tile_stream_loadd(6, w, 64);
         _tile_loadd(5, lower, stride);
-        _tile_loadd(7, w + kTileBytes, 64);
+        _tile_stream_loadd(7, w + kTileBytes, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6);
@@ -194,6 +194,11 @@ TaskSize tile_task_size(const Matmul& a) {
     const long most = larger(1, kTaskRowBytes / (a.weight.k * 2) / kBlockRows) * kBlockRows;
     const long rows = round_up(ceil_div(a.m, ceil_div(a.m, most)), kBlockRows);
     return {rows, kLeastPanels, larger(kLeastPanels, kTaskPanelBytes / a.weight.panel_bytes())};
+}
+
+long tile_chain_rows(const Matmul& a) {
+    if (a.weight.dtype != kBFloat16) return 0;
+    return kTaskRowBytes / (a.weight.k * 2) / kBlockRows * kBlockRows;
 }
 
 }  // namespace amx

@@ -22,14 +22,14 @@ thread_local std::vector<AttentionTask> tasks;
 thread_local std::vector<long> run_starts;    // in the tasks, and their end
 
 // Bring x into the form that the kernel wants.
-void prepare_x(Matmul& a) {
+void prepare_x(Matmul& a, long threads) {
     a.x_form = active->x_form(a);
     const long k = a.weight.k, whole = round_up(k, kTileK), m = a.m, stride = a.x_stride;
     const bf16* x = static_cast<const bf16*>(a.x);
     if (a.x_form == kWide) {
         if (long(wide.size()) < m * whole) wide.resize(m * whole);
         float* out = wide.data();
-        parallel(m, kElementsPerTask / whole, [=](long r0, long r1) {
+        parallel(m, kElementsPerTask / whole, threads, [=](long r0, long r1) {
             active->widen(x + r0 * stride, stride, k, out + r0 * whole, whole, r1 - r0);
         });
         a.x = out;
@@ -38,7 +38,7 @@ void prepare_x(Matmul& a) {
         const long row_groups = k / kQuantGroup;
         if (long(groups.size()) < m * row_groups) groups.resize(m * row_groups);
         QuantGroup* out = groups.data();
-        parallel(m, kElementsPerTask / k,
+        parallel(m, kElementsPerTask / k, threads,
                  [&a, out, row_groups](long r0, long r1) { active->quantise(a, out + r0 * row_groups, r0, r1); });
         a.x = out;
     } else if (a.weight.dtype == kBFloat16 && k != whole) {
@@ -65,14 +65,14 @@ void plan_attention(const Attention& a, std::vector<AttentionTask>& plan) {
 }
 
 // In runs of about equal work, since a task asks for the first keys of the one that follows it in its run.
-void attend_tasks(const Attention& a, const std::vector<AttentionTask>& plan) {
+void attend_tasks(const Attention& a, const std::vector<AttentionTask>& plan, long threads) {
     const auto work = [&a](const AttentionTask& task) {
         const long rows = task.tokens * (a.heads / a.kv_heads);
         return (task.chunk_end - task.chunk_begin) * ceil_div(rows, 16);    // by tiles of rows
     };
     long total = 0, run = 0;
     for (const AttentionTask& task : plan) total += work(task);
-    const long share = ceil_div(total, pool_threads() * kRunsPerThread);
+    const long share = ceil_div(total, threads * kRunsPerThread);
     run_starts.clear();
     for (size_t i = 0; i < plan.size(); i++) {
         if (run_starts.empty() || run + work(plan[i]) > share) {
@@ -98,12 +98,12 @@ void attend_tasks(const Attention& a, const std::vector<AttentionTask>& plan) {
 
 // In rounds, so that what the chunks of long contexts leave behind stays within bounds. A piece is a run of chunks, as each
 // asks for the keys of the next one ahead.
-void attend_split(Attention& a, const std::vector<AttentionTask>& whole) {
+void attend_split(Attention& a, const std::vector<AttentionTask>& whole, long threads) {
     const size_t slot = round_up(a.tile_tokens * (a.heads / a.kv_heads), 16) * (2 + a.cache.padded_dim);
     std::vector<AttentionTask> merged, pieces;
     long total = 0;
     for (const AttentionTask& task : whole) total += task.chunk_end - task.chunk_begin;
-    const int32_t run = int32_t(ceil_div(total, pool_threads() * kTasksPerThread));
+    const int32_t run = int32_t(ceil_div(total, threads * kTasksPerThread));
     for (size_t next = 0; next < whole.size(); merged.clear(), pieces.clear()) {
         size_t slots = 0;
         while (next < whole.size()) {
@@ -124,7 +124,7 @@ void attend_split(Attention& a, const std::vector<AttentionTask>& whole) {
         }
         if (partials.size() < slots * slot) partials.resize(slots * slot);
         a.partials = partials.data();
-        attend_tasks(a, pieces);
+        attend_tasks(a, pieces, threads);
         for (const AttentionTask& task : merged) active->merge(a, task);
     }
 }
@@ -140,11 +140,11 @@ long even_pieces(long panels, long threads) {
 
 }  // namespace
 
-void run(Matmul a) {
-    prepare_x(a);
+void run(Matmul a, long threads) {
+    prepare_x(a, threads);
     const auto product = a.x_form == kGroups ? active->quantised_matmul : active->matmul;
     const TaskSize size = active->task_size(a);
-    const long threads = pool_threads(), rows = size.rows, blocks = ceil_div(a.m, rows), panels = a.weight.panels();
+    const long rows = size.rows, blocks = ceil_div(a.m, rows), panels = a.weight.panels();
     const long wanted = blocks == 1 ? even_pieces(panels, threads) : ceil_div(threads * kTasksPerThread, blocks);
     const long most = larger(1, panels / size.least_panels), least = ceil_div(panels, size.most_panels);
     const long pieces = larger(least, smaller(most, wanted));
@@ -165,28 +165,27 @@ void run(Matmul a) {
         &job);
 }
 
-void run(const Norm& a) {
-    parallel(a.tokens * a.heads, kElementsPerTask / a.dim, [&a](long r0, long r1) { active->norm(a, r0, r1); });
+void run(const Norm& a, long threads) {
+    parallel(a.tokens * a.heads, kElementsPerTask / a.dim, threads, [&a](long r0, long r1) { active->norm(a, r0, r1); });
 }
 
-void run(const Rotary& a) {
+void run(const Rotary& a, long threads) {
     const long size = (a.heads + a.kv_heads) * a.dim;
-    parallel(a.tokens, kElementsPerTask / size, [&a](long t0, long t1) { active->rotary(a, t0, t1); });
+    parallel(a.tokens, kElementsPerTask / size, threads, [&a](long t0, long t1) { active->rotary(a, t0, t1); });
 }
 
-void run(const WriteKV& a) {
+void run(const WriteKV& a, long threads) {
     const long size = 2 * a.kv_heads * a.cache.dim;
-    parallel(a.tokens, kElementsPerTask / size, [&a](long t0, long t1) { active->write_kv(a, t0, t1); });
+    parallel(a.tokens, kElementsPerTask / size, threads, [&a](long t0, long t1) { active->write_kv(a, t0, t1); });
 }
 
-void run(Attention a) {
+void run(Attention a, long threads) {
     long longest = 1;    // of the queries: a decode step's tiles, and its partial results, are of one token
     for (long s = 0; s < a.sequences; s++) longest = larger(longest, a.query_start[s + 1] - a.query_start[s]);
     a.tile_tokens = larger(1, smaller(longest, kAttentionRows / (a.heads / a.kv_heads)));
     plan_attention(a, tasks);
-    const long threads = pool_threads();
-    if (threads > 1 && long(tasks.size()) < threads * kTasksPerThread) attend_split(a, tasks);
-    else attend_tasks(a, tasks);
+    if (threads > 1 && long(tasks.size()) < threads * kTasksPerThread) attend_split(a, tasks, threads);
+    else attend_tasks(a, tasks, threads);
 }
 
 }  // namespace octavo

@@ -13,8 +13,9 @@ constexpr long kElementsPerTask = 1 << 15;    // of element-wise work: some micr
 
 // body(begin, end) over [0, count), in pieces of at least `grain`.
 template <class Body>
-static void parallel(long count, long grain, const Body& body) {
-    const long pieces = smaller(ceil_div(count, larger(grain, 1)), pool_threads() * kTasksPerThread);
+static void parallel(long count, long grain, long threads, const Body& body) {
+    const long most = threads > 1 ? threads * kTasksPerThread : 1;
+    const long pieces = smaller(ceil_div(count, larger(grain, 1)), most);
     if (pieces <= 1) return body(0, count);
     struct Job {
         const Body& body;
@@ -29,10 +30,16 @@ static void parallel(long count, long grain, const Body& body) {
         &job);
 }
 
-void run(Matmul);
-void run(const Norm&);
-void run(const Rotary&);
-void run(const WriteKV&);
-void run(Attention);
+template <class Body>
+static void parallel(long count, long grain, const Body& body) {
+    parallel(count, grain, pool_threads(), body);
+}
+
+// On so many threads: those of the pool, or 1 inside a task.
+void run(Matmul, long threads);
+void run(const Norm&, long threads);
+void run(const Rotary&, long threads);
+void run(const WriteKV&, long threads);
+void run(Attention, long threads);
 
 }  // namespace octavo

@@ -99,6 +99,18 @@ static inline Vec coarse_exp(Vec x) {
     return _mm512_maskz_scalef_ps(counts, p, n);
 }
 
+// 2^x to 3e-6 where `counts` has a bit, else 0. For x up to 0; what would be less than a normal number is the least of them.
+static inline Vec coarse_exp2(Vec x, __mmask16 counts) {
+    x = max(set1(-126.0f), x);    // in this order a NaN stays one
+    const Vec r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);    // x less its floor
+    Vec p = set1(1.353416778e-2f);
+    p = fma(p, r, set1(5.201146007e-2f));
+    p = fma(p, r, set1(2.414427549e-1f));
+    p = fma(p, r, set1(6.930038333e-1f));
+    p = fma(p, r, set1(1.000002623f));
+    return _mm512_maskz_scalef_ps(counts, p, x);    // times 2 to the floor of x
+}
+
 #else
 
 using Vec = __m256;

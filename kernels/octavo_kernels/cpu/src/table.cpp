@@ -27,11 +27,14 @@ XForm x_form(const Matmul& a) {
 }
 
 #if defined(__AMX_BF16__)
-const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), amx::tile_matmul, x_form, amx::tile_task_size, widen, quantised_matmul, quantise,
-                    norm, rotary, write_kv, amx::tile_attend, merge, sample, multiply_registers};
+const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), amx::tile_matmul, x_form, amx::tile_task_size, amx::tile_chain_rows, widen,
+                    quantised_matmul, quantise, norm, rotary, write_kv, amx::tile_attend, merge, sample,
+                    multiply_registers};
 #else
-const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), matmul, x_form, task_size, widen, quantised_matmul, quantise, norm, rotary,
-                    write_kv, attend, merge, sample, multiply_registers};
+long no_chain(const Matmul&) { return 0; }
+
+const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), matmul, x_form, task_size, no_chain, widen, quantised_matmul, quantise, norm,
+                    rotary, write_kv, attend, merge, sample, multiply_registers};
 #endif
 
 }  // namespace
