@@ -6,9 +6,9 @@ Activations and weights (but for quantised ones) of one model share one dtype. `
 and dtype.
 
 So does the KV cache, unless it has 8 bits. One of float8_e4m3fn (``FP8``) holds what is written over
-``kv_scale``, (of keys, of values), up to 448, and is read times it. One of int8 holds the integers to which
-:func:`quantise_int8` rounds a token's keys of one head, or its values, and behind those of a page their
-scales: so whoever copies blocks copies these with them.
+``kv_scale``, (of keys, of values), up to 448, NaN for what is not finite, and is read times it. One of int8
+holds the integers to which :func:`quantise_int8` rounds a token's keys of one head, or its values, and behind
+those of a page their scales: so whoever copies blocks copies these with them.
 """
 
 from __future__ import annotations

@@ -221,8 +221,8 @@ def _attend(
 
 
 def _as_fp8(x: Tensor, scale: float) -> Tensor:
-    largest = torch.finfo(FP8).max
-    return (x.float() * (1.0 / scale)).clamp(-largest, largest).to(FP8)
+    x, largest = x.float() * (1.0 / scale), torch.finfo(FP8).max
+    return torch.where(x.isfinite(), x.clamp(-largest, largest), torch.nan).to(FP8)
 
 
 def _linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:

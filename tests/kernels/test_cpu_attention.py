@@ -1,5 +1,6 @@
 """C++ attention over the block table equals the reference: prefill and decode rows, any heads and pages."""
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -172,6 +173,32 @@ def test_eight_bit_floats_are_torchs_for_every_size_of_number(cpu, dtype):
     cpu.write_kv(-v, v, cache, torch.arange(len(v)))
     result = cpu.paged_attention(torch.zeros_like(v), cache, alone(range(len(v)), 1), 0.1)
     assert torch.equal(result.float(), v.float().clamp(-448, 448).to(FP8).float())
+
+
+@pytest.mark.parametrize(("dtype", "stored"), DTYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("block_size", [16, 8])
+def test_what_is_not_finite_is_seen_by_those_alone_who_attend_to_it(
+    cpu, reference, dtype, stored, bad, block_size
+):
+    """Not where it lies behind the end of a sequence, in a page that another one has left."""
+    blocks = 32 // block_size
+    for ops in (cpu, reference):
+        k, v, q = torch.randn(3, 32, 1, 40).to(dtype)
+        cache = torch.zeros(ops.kv_cache_shape(blocks, block_size, 1, 40, stored)).to(stored)
+
+        def attended(length, ops=ops, q=q, cache=cache):
+            ends, tables = torch.tensor([0, 1]).int(), torch.arange(blocks).int()[None]
+            batch = AttentionBatch(ends, torch.tensor([length]).int(), tables, block_size, 1)
+            return ops.paged_attention(q[:1], cache, batch, 0.2)
+
+        ops.write_kv(k, v, cache, torch.arange(32))
+        before = [attended(length) for length in (20, 21)]
+        place = torch.tensor([21])
+        for broken in ((k.index_fill(0, place, bad), v), (k, v.index_fill(0, place, bad))):
+            ops.write_kv(*broken, cache, torch.arange(32))
+            assert all(map(torch.equal, before, (attended(20), attended(21))))
+            assert not attended(22).isfinite().any() and not attended(32).isfinite().any()
 
 
 def test_integers_and_scales_are_the_references(cpu):

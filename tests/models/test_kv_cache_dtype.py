@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import pytest
@@ -57,6 +59,26 @@ def test_preempted_sequences_go_on_as_they_were(kind, means, smollm2_gguf, engin
     small = engine_of(smollm2_gguf, **SETTINGS | pool, swap_space=0.1, kv_cache_dtype=kind)
     assert tokens(small.generate(prompts, params, preemption_mode=means)) == whole
     assert small.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_request_with_a_token_that_breaks_the_model_fails_alone(
+    kind, bad, make_tiny, engine_of, tokens, tmp_path
+) -> None:
+    """Wherever the token stands, and again: what the request left in the cache is not found."""
+    model = copy.deepcopy(make_tiny("llama").reference.model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5] = bad
+    model.save_pretrained(tmp_path)
+    engine = engine_of(tmp_path, dtype="bfloat16", max_model_len=256, kv_cache_dtype=kind)
+    common = list(range(20, 52))
+    good = tokens(engine.generate([[*common, 1, 2], [7]], 6))
+    engine.generate([], 6)
+    for _ in range(2):
+        (*broken, last) = engine.again([[*common, 5, 4], [5, 4], [7]], 6)
+        assert [outputs[-1].finish_reason for outputs in broken] == ["error", "error"]
+        assert tokens([*engine.again([[*common, 1, 2]], 6), last]) == good
 
 
 @pytest.mark.parametrize(("kind", "token"), [("auto", 2 * DIM), ("fp8", DIM), ("int8", DIM + 4)])

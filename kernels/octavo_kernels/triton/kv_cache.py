@@ -15,25 +15,29 @@ import triton.language as tl
 
 @triton.jit
 def to_e4m3(x):
-    """float32 -> bytes of e4m3, saturating at 448."""
+    """float32 -> bytes of e4m3, saturating at 448; what is not finite becomes NaN."""
+    whole = x.to(tl.int32, bitcast=True)
     size = tl.minimum(tl.abs(x), 448.0)
     bits = size.to(tl.int32, bitcast=True)
     # Normal numbers: round off 20 of 23 bits of mantissa, to even; take 120 = 127 - 7 off the exponent.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     # Below 2^-6 the unit is 2^-9, the last place of numbers about 2^14: adding 2^14 rounds to it.
     small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return (tl.where(size < 0.015625, small, normal) | sign).to(tl.uint8)
+    number = tl.where(size < 0.015625, small, normal)
+    number = tl.where((whole & 0x7FFFFFFF) >= 0x7F800000, 0x7F, number)
+    return (number | ((whole >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
 def from_e4m3(bits, HARDWARE: tl.constexpr):
-    """Bytes of e4m3 -> float16, exactly. NaN, which ``to_e4m3`` never writes, is not looked for."""
+    """Bytes of e4m3 -> float16, exactly."""
     if HARDWARE:
         return bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     # The bits moved to float16's places mean the number over 2^8: the biases are 7 and 15. Also if subnormal.
     wide = bits.to(tl.int16)
-    return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+    size = wide & 0x7F
+    nan = ((size + 1) & 0x80) * 0xFC  # bits of float16's NaN for 0x7F; a comparison takes registers
+    return (((wide & 0x80) << 8) | (size << 7) | nan).to(tl.float16, bitcast=True) * 256.0
 
 
 @triton.jit

@@ -30,16 +30,17 @@ def test_written_slots_equal_the_reference_and_others_stay(ops, reference, dtype
 
 
 def test_eight_bit_floats_are_torchs_for_every_size_of_number(ops, reference):
-    """All magnitudes about the format's: subnormal, ties, the largest, and what is larger."""
+    """All magnitudes about the format's: subnormal, ties, the largest, and what is larger; no others."""
     halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
-    k = halves[halves.isfinite()].view(31, 32, 64)
+    k = halves.view(32, 32, 64)
     caches = []
     for backend in (ops, reference):
         cache = torch.zeros(backend.kv_cache_shape(1, len(k), 32, 64)).to(FP8)
         backend.write_kv(k, -k, cache, torch.arange(len(k)))
         caches.append(cache)
-    assert torch.equal(caches[0].float(), caches[1].float())
-    assert caches[0].float().abs().max() == 448
+    torch.testing.assert_close(*(cache.float() for cache in caches), rtol=0, atol=0, equal_nan=True)
+    keys = caches[0].float()[0, :, 0].transpose(0, 1)
+    assert torch.equal(keys.isnan(), ~k.isfinite()) and keys.nan_to_num().abs().max() == 448
 
 
 @triton.jit
@@ -51,10 +52,12 @@ def read_kernel(source, target, HARDWARE: tl.constexpr):
 @pytest.mark.parametrize("hardware", [True, False])
 def test_every_eight_bit_float_is_read_exactly(hardware):
     numbers = torch.arange(256).to(torch.uint8)
-    numbers[[127, 255]] = 0  # not numbers
+    if hardware:
+        numbers[[127, 255]] = 0  # the interpreter, other than hardware, has no NaN there
     result = torch.empty(256, dtype=torch.float16)
     read_kernel[(1,)](numbers, result, HARDWARE=hardware)
-    assert torch.equal(result, numbers.view(FP8).to(torch.float16))
+    expected = numbers.view(FP8).to(torch.float16)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_offsets_pass_2_to_the_31(ops):

@@ -73,18 +73,13 @@ void gather_group(const Attention& a, const AttentionTask& task, long token, lon
     }
 }
 
-// The first `tokens` of a group's values, zeros after them.
+// Zeros after the first `tokens` of a group's values.
 template <class T>
-void copy_values(const CacheLayout& c, const T* from, long tokens, T* to) {
-    for (long i = 0; i < c.group_elements(); i++) to[i] = T{};
-    if (sizeof(T) == 4) {
-        __builtin_memcpy(to, from, tokens * c.padded_dim * sizeof(T));
-        return;
-    }
-    const long pairs = tokens / 2 * 2 * c.padded_dim;
-    __builtin_memcpy(to, from, pairs * sizeof(T));
-    if (tokens % 2)
-        for (long d = 0; d < c.padded_dim; d++) to[pairs + 2 * d] = from[pairs + 2 * d];
+void clear_values(const CacheLayout& c, long tokens, T* values) {
+    const bool half = sizeof(T) == 2 && tokens % 2;    // of a pair
+    for (long i = (tokens + half) * c.padded_dim; i < c.group_elements(); i++) values[i] = T{};
+    if (half)
+        for (long d = 0; d < c.padded_dim; d++) values[value_offset<T>(c, tokens, d)] = T{};
 }
 
 // The scales of a group's first `tokens`, zeros after them.
@@ -131,7 +126,7 @@ static inline void ask(const T* at, long count) {
 }
 
 // Bring a group of numbers of 8 bits, and their scales, to the tile, and ask for the one at its place in the chunk that comes
-// next. Numbers behind the end are finite, whatever lies there.
+// next.
 template <class T>
 void widen_group(const Attention& a, const Chunk& chunk, const Chunk* next, long token, Tile<T>& tile) {
     const CacheLayout& c = a.cache;
@@ -156,8 +151,8 @@ void widen_group(const Attention& a, const Chunk& chunk, const Chunk* next, long
     widen(values, spare + count, count);
     tile.keys[g] = tile.next_keys[g] = spare;
     tile.values[g] = spare + count;
-    if (c.stored != kInt8) return;
     const long tokens = smaller(kGroup, chunk.end - token);
+    if (c.stored != kInt8) return clear_values(c, tokens, spare + count);
     gather_scales(a, *chunk.task, token, tokens, tile.key_scales + g * kGroup, tile.value_scales + g * kGroup);
 }
 
@@ -189,7 +184,8 @@ void find_groups(const Attention& a, const Chunk& chunk, const Chunk* next, Tile
         const long soon = next ? next->begin + g * kGroup : 0;
         tile.next_keys[g] = next && soon < next->end ? next->keys<T>(a, soon) : tile.keys[g];
         if (end - token < kGroup) {
-            copy_values(c, tile.values[g], end - token, spare_values);
+            __builtin_memcpy(spare_values, tile.values[g], c.group_elements() * sizeof(T));
+            clear_values(c, end - token, spare_values);
             tile.values[g] = spare_values;
         }
     }

@@ -18,36 +18,30 @@ static inline float float_of(uint32_t bits) {
     return x;
 }
 
-// To the nearest, ties to even; saturates at 448.
+// To the nearest, ties to even; saturates at 448. What is not finite becomes NaN, so that no cache hides a broken row.
 static inline uint8_t to_e4m3(float x) {
-    const float magnitude = float_of(bits_of(x) & 0x7fffffff), size = magnitude < 448.0f ? magnitude : 448.0f;
+    const uint32_t whole = bits_of(x) & 0x7fffffff;
+    const float magnitude = float_of(whole), size = magnitude < 448.0f ? magnitude : 448.0f;
     const uint32_t bits = bits_of(size);
     // Normal numbers: round off 20 of 23 bits of mantissa; take 120 = 127 - 7 off the exponent.
     const uint32_t normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
     // Below 2^-6 the unit is 2^-9, the last place of numbers about 2^14: adding 2^14 rounds to it.
     const uint32_t small = bits_of(size + 16384.0f) - bits_of(16384.0f);
-    return uint8_t((size < 0.015625f ? small : normal) | (bits_of(x) >> 24 & 0x80));
-}
-// Not for NaN, which to_e4m3 never writes.
-static inline float from_e4m3(uint8_t number) {
-    const uint32_t magnitude = number & 0x7f;
-    const float normal = float_of((magnitude << 20) + (120u << 23)), small = float(int(magnitude)) * 0.001953125f;
-    return float_of(bits_of(magnitude < 8 ? small : normal) | (number & 0x80u) << 24);
+    const uint32_t nan = whole >= 0x7f800000 ? 0x7f : 0;
+    return uint8_t((size < 0.015625f ? small : normal) | nan | (bits_of(x) >> 24 & 0x80));
 }
 
 // To the nearest, ties to even, of |x| < 2^22: that added, the last place is 1.
 static inline uint8_t to_int8(float x) { return uint8_t(bits_of(x + 12582912.0f)); }
 
 // `count` numbers, a multiple of 32, as they are multiplied.
-static inline void widen_e4m3(const uint8_t* from, float* to, long count) {
-    for (long i = 0; i < count; i++) to[i] = from_e4m3(from[i]);
-}
 static inline void widen_int8(const uint8_t* from, float* to, long count) {
     for (long i = 0; i < count; i++) to[i] = float(int8_t(from[i]));
 }
 
 // Of bfloat16 both take the bits: e4m3's moved into their places with 120 added to the exponent, or for the 8 that are 0 or
-// subnormal a table.
+// subnormal a table, or kNan.
+constexpr uint16_t kNan = 0x7fc0;
 alignas(64) constexpr uint16_t kSubnormals[8] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
 
 #if defined(__AVX512F__)
@@ -61,6 +55,7 @@ static inline void widen_e4m3(const uint8_t* from, bf16* to, long count) {
         const __mmask32 small = _mm512_testn_epi16_mask(numbers, _mm512_set1_epi16(0x78));
         __m512i bits = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), bias);
         bits = _mm512_mask_permutexvar_epi16(bits, small, magnitude, table);
+        bits = _mm512_mask_mov_epi16(bits, _mm512_cmpeq_epi16_mask(magnitude, size), _mm512_set1_epi16(kNan));
         bits = _mm512_or_si512(bits, _mm512_and_si512(_mm512_slli_epi16(numbers, 8), sign));
         _mm512_storeu_si512(to + i, bits);
     }
@@ -86,7 +81,8 @@ static inline void widen_e4m3(const uint8_t* from, bf16* to, long count) {
         const __m256i places = _mm256_add_epi16(doubled, _mm256_set1_epi16(0x100));
         const __m256i small = _mm256_shuffle_epi8(table, places);
         __m256i bits = _mm256_blendv_epi8(small, normal, _mm256_cmpgt_epi16(magnitude, _mm256_set1_epi16(7)));
-        bits = _mm256_or_si256(bits, _mm256_and_si256(_mm256_slli_epi16(numbers, 8), sign));
+        const __m256i nan = _mm256_and_si256(_mm256_cmpeq_epi16(magnitude, size), _mm256_set1_epi16(kNan));
+        bits = _mm256_or_si256(_mm256_or_si256(bits, nan), _mm256_and_si256(_mm256_slli_epi16(numbers, 8), sign));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), bits);
     }
 }
@@ -102,6 +98,14 @@ static inline void widen_int8(const uint8_t* from, bf16* to, long count) {
 }
 
 #endif
+
+static inline void widen_e4m3(const uint8_t* from, float* to, long count) {
+    alignas(64) bf16 part[32];
+    for (long i = 0; i < count; i += 32) {
+        widen_e4m3(from + i, part, 32);
+        for (long j = 0; j < 32; j += kWidth) store(to + i + j, load(part + j));
+    }
+}
 
 }  // namespace OCTAVO_ISA
 }  // namespace octavo
