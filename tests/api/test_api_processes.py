@@ -117,7 +117,7 @@ def test_a_response_that_one_process_keeps_is_found_gone_on_with_and_deleted_by_
             for answer in by_all(several, method, path, route):
                 assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
         lost = fresh(several, "POST", "/v1/responses", json=follow)
-        assert (lost.status_code, lost.json()["error"]["param"]) == (404, "previous_response_id")
+        assert (lost.status_code, lost.json()["error"]["code"]) == (400, "previous_response_not_found")
 
 
 def test_a_response_in_the_background_is_watched_and_cancelled_by_all(several: Any) -> None:

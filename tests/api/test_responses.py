@@ -207,7 +207,8 @@ def test_what_was_not_stored_or_is_unknown_is_not_found(fast: Any) -> None:
         assert fast.http.delete(f"{fast.url}/v1/responses/{name}").status_code == 404
         body = {"model": "tiny", "input": "x", "previous_response_id": name}
         answer = fast.post("/v1/responses", body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "previous_response_id")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "previous_response_id")
+        assert answer.json()["error"]["code"] == "previous_response_not_found"
 
 
 def test_a_response_belongs_to_the_key_that_made_it(serve: Any) -> None:
@@ -219,7 +220,7 @@ def test_a_response_belongs_to_the_key_that_made_it(serve: Any) -> None:
         assert running.get(f"/v1/responses/{made}", headers={"x-api-key": "one"}).status_code == 200
         assert running.get(f"/v1/responses/{made}", headers=theirs).status_code == 404
         after = {**body, "previous_response_id": made}
-        assert running.post("/v1/responses", after, headers=theirs).status_code == 404
+        assert running.post("/v1/responses", after, headers=theirs).status_code == 400
         assert running.post("/v1/responses", after, headers=mine).status_code == 200
         assert running.get(f"/v1/responses/{made}").status_code == 401
 

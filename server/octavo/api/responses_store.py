@@ -58,14 +58,15 @@ class ResponseStore:
         return kept
 
     def items_before(self, response_id: str, key: str) -> Sequence[dict[str, Any]]:
-        """The conversation that a next response goes on from. Raises ``ResponseNotFound``, or
-        ``InvalidRequest`` where it has not ended.
+        """The conversation that a next response goes on from. Raises ``InvalidRequest`` where there is none
+        or it has not ended; clients know by the code of the first, OpenAI's, that they have to send it all.
         """
         try:
             kept = self.get(response_id, key)
         except ResponseNotFound as error:
-            error.param = "previous_response_id"
-            raise
+            raise InvalidRequest(
+                error.message, param="previous_response_id", code="previous_response_not_found"
+            ) from error
         if kept.running:
             message = f"the response {response_id} is still in progress: wait for its end"
             raise InvalidRequest(message, param="previous_response_id")
