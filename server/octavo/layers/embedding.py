@@ -26,13 +26,16 @@ class Embedding:
     ) -> None:
         self._lookup = ops.lookup
         (self.table,) = weights.format.pack(ops, weights, {name: shape[0]}, shape[1], None)
-        self._scale = float(torch.tensor(scale).to(weights.dtype))
+        # A tensor, not a number: torch wraps that in one at each call.
+        self._scale: Tensor | None = None
+        if scale != 1.0:
+            self._scale = torch.tensor(scale, dtype=weights.dtype, device=weights.device)
 
     def __call__(self, batch: ForwardBatch) -> None:
         """Set the residual stream, and clear what would be added to it first."""
         a = batch.activations
         self._lookup(self.table, batch.token_ids, a.residual)
-        if self._scale != 1.0:
+        if self._scale is not None:
             a.residual.mul_(self._scale)
         a.y.zero_()
 
