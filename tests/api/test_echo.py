@@ -165,7 +165,6 @@ def test_the_first_chunk_of_a_chat_has_its_usage_too(fast: Any) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
     text = fast.post("/v1/chat/completions", {**body, "stream": True, "stream_options": options}).text
     usages = [json.loads(line[6:])["usage"] for line in text.splitlines() if line.startswith("data: {")]
-    assert (
-        usages[0]["completion_tokens"] == 0 and usages[0]["prompt_tokens"] == usages[-1]["prompt_tokens"] > 0
-    )
+    first, *_, last = usages
+    assert first["completion_tokens"] == 0 and first["prompt_tokens"] == last["prompt_tokens"] > 0
     assert all(one["total_tokens"] == one["prompt_tokens"] + one["completion_tokens"] for one in usages)

@@ -16,10 +16,10 @@ MAX_STOP_STRINGS = 4  # as OpenAI
 _OFF: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "logprob_token_ids": ([],),
+    "stop_regex": (),
     "thinking_token_budget": (-1,),
     # Older names of structured_outputs, and other servers': an answer in any form is not what they ask.
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-    **dict.fromkeys(("regex", "ebnf", "stop_regex"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf"), ()),
 }
 _OFF_CHAT: dict[str, tuple[Any, ...]] = {
     **_OFF,

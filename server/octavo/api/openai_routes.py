@@ -95,12 +95,16 @@ async def _events(
     generation: Generation, answer: Answer, parsed: ParsedRequest, for_router: bool
 ) -> AsyncGenerator[bytes, None]:
     """The first chunks at once, then one for each step that shows something, usage if asked for."""
+
+    def with_usage(chunk: dict[str, Any]) -> dict[str, Any]:
+        return {**chunk, "usage": generation.usage()} if parsed.continuous_usage else chunk
+
     async with owned(generation):
         for chunk in answer.first_chunks():
-            yield event({**chunk, "usage": generation.usage()} if parsed.continuous_usage else chunk)
+            yield event(with_usage(chunk))
         async for delta in generation.deltas():
             if (shown := answer.chunk(delta)) is not None:
-                yield event({**shown, "usage": generation.usage()} if parsed.continuous_usage else shown)
+                yield event(with_usage(shown))
         if parsed.include_usage:
             yield event(answer.usage_chunk(generation.usage()))
         if for_router:

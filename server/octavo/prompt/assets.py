@@ -21,6 +21,7 @@ from octavo.prompt.gguf_tokenizer import tokenizer_json
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _FORMAT = 2  # of ``to_bytes``; a reader refuses another
+_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # where the model names none: it reads any tokenizer.json
 
 
 class PromptAssets(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +42,7 @@ class PromptAssets(msgspec.Struct, frozen=True, kw_only=True):
     generation_config: dict[str, Any] = {}
     content_format: Literal["auto", "string", "openai"] = "auto"
     request_templates: bool = False
-    tokenizer_class: str = "PreTrainedTokenizerFast"
+    tokenizer_class: str = _TOKENIZER_CLASS
     format: int = _FORMAT
 
     @property
@@ -150,7 +151,7 @@ def _from_folder(path: Path) -> PromptAssets:
         chat_template=_chat_template(path, settings),
         special_tokens=named,
         generation_config=generation,
-        tokenizer_class=str(settings.get("tokenizer_class") or "PreTrainedTokenizerFast"),
+        tokenizer_class=str(settings.get("tokenizer_class") or _TOKENIZER_CLASS),
     )
 
 

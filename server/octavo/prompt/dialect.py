@@ -15,8 +15,7 @@ EXTENSIONS = frozenset([
     "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "bad_words", "min_tokens", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "skip_special_tokens", "structured_outputs", "chat_template_kwargs",
-    "cache_salt", "priority", "timeout_s", "truncate_prompt_tokens",
-    "truncation_side",
+    "cache_salt", "priority", "timeout_s", "truncate_prompt_tokens", "truncation_side",
 ])  # fmt: skip
 
 

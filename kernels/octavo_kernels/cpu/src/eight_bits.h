@@ -39,8 +39,8 @@ static inline void widen_int8(const uint8_t* from, float* to, long count) {
     for (long i = 0; i < count; i++) to[i] = float(int8_t(from[i]));
 }
 
-// Of bfloat16 both take the bits: e4m3's moved into their places with 120 added to the exponent, or for the 8 that are 0 or
-// subnormal a table, or kNan.
+// Of bfloat16 both take the bits: e4m3's moved into their places with 120 added to the exponent, the 8 that are 0 or
+// subnormal looked up, and the one that is no number replaced.
 constexpr uint16_t kNan = 0x7fc0;
 alignas(64) constexpr uint16_t kSubnormals[8] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
 
@@ -99,6 +99,7 @@ static inline void widen_int8(const uint8_t* from, bf16* to, long count) {
 
 #endif
 
+// By way of bfloat16, which holds each of them exactly.
 static inline void widen_e4m3(const uint8_t* from, float* to, long count) {
     alignas(64) bf16 part[32];
     for (long i = 0; i < count; i += 32) {

@@ -172,7 +172,7 @@ void multiply(const QuantGroup* x, long tiles, const uint8_t* w, long tile_bytes
 
 using Multiply = void (*)(const QuantGroup*, long, const uint8_t*, long, bool, float*);
 
-// For one panel, and for panels_of().
+// For each number of rows: of one panel, and of as many as panels_of() that number.
 struct ByRows {
     Multiply one[kMaxRows], together[kMaxRows];
 };
@@ -201,7 +201,7 @@ void quantised_matmul(const Matmul& a, long p0, long p1, long r0, long r1) {
     const QuantGroup* x = static_cast<const QuantGroup*>(a.x);
     const long tiles = a.weight.k / kQuantGroup, tile_bytes = a.weight.tile_bytes();
     const long rows = r1 - r0, blocks = ceil_div(rows, kMaxRows), together = panels_of(rows);
-    alignas(64) float sums[kMaxRows * kPanel];    // as many of two panels of one row
+    alignas(64) float sums[kMaxRows * kPanel];    // of one panel; two panels of one row fit too
     const uint8_t* w = static_cast<const uint8_t*>(a.weight.data) + p0 * tiles * tile_bytes;
     for (long i = 0; i < kAskBytes; i += 64) ask(w + i);
     for (long p = p0; p < p1;) {
