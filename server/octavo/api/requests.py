@@ -98,8 +98,8 @@ class ParsedRequest:
         if last is not None and not (last == -1 or 1 <= last <= longest):
             allowed = f"between 1 and {longest}, or -1 for as many as fit"
             raise wrong("truncate_prompt_tokens", last, allowed)
-        side = self.fields.text("truncation_side") or "left"
-        if side not in ("left", "right"):
+        side = self.fields.text("truncation_side")
+        if side not in (None, "left", "right"):
             raise wrong("truncation_side", side, "left (the end is kept) or right (the beginning is)")
         fits = longest if last is None else max(longest, LONGEST_CUT)
         if self.chat:
@@ -116,7 +116,7 @@ class ParsedRequest:
         if last is None:
             return prompts
         kept = max(1, longest - (self.sampling.max_tokens or 1)) if last == -1 else last
-        return [prompt[-kept:] if side == "left" else prompt[:kept] for prompt in prompts]
+        return [prompt[:kept] if side == "right" else prompt[-kept:] for prompt in prompts]
 
     async def compile(self, request: Request) -> None:
         """Make the grammar of the form that is asked for, if any. ``ClientGone`` when the client leaves."""
