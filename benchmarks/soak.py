@@ -281,6 +281,13 @@ class Server:
         with log.open("w") as errors:
             self.process = subprocess.Popen(command, stderr=errors)
 
+    def check(self) -> None:
+        """Ends the run where the server has ended, with its status and last words, less its access log."""
+        if (status := self.process.poll()) is not None:
+            lines = self.log.read_text().splitlines()
+            last = [line for line in lines if not line.startswith("{")][-40:]
+            raise SystemExit("\n".join([f"the server ended with status {status}:", *last]))
+
     def memory_mib(self) -> float:
         """What the tree of processes holds."""
         parents = {}
@@ -341,8 +348,7 @@ async def soak(server: Server, seconds: float, seed: int) -> list[str]:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def ready() -> bool:
-            if server.process.poll() is not None:
-                raise SystemExit(f"the server ended:\n{server.log.read_text()[-2000:]}")
+            server.check()
             with contextlib.suppress(aiohttp.ClientError):
                 async with session.get(url + "/ready") as response:
                     return response.status == 200
@@ -365,6 +371,7 @@ async def soak(server: Server, seconds: float, seed: int) -> list[str]:
                 total = sum(map(Counter.total, clients.outcomes.values()))
                 print(f"{now:5.0f} s  {total} requests, {load}, {memory[-1][1]:.0f} MiB", flush=True)
             await asyncio.sleep(1)
+        server.check()
         clients.stop.set()
         await asyncio.gather(*tasks)
         faults = clients.faults

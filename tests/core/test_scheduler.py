@@ -393,3 +393,18 @@ def test_a_prompt_under_way_counts_as_waiting_tokens_also_when_its_next_chunk_wa
             engine.scheduler.prepare()
         engine.take(engine.scheduler.update(plan, engine.executor.execute(plan)))
     assert seen == [39, 29, 19, 9, 0]
+
+
+def test_a_row_decided_early_keeps_its_seat_when_its_request_ends(bench):
+    b = bench(max_num_seqs=1, max_num_batched_tokens=8)
+    b.add("a", range(10))
+    b.add("b", [9] * 4)
+
+    def meanwhile():
+        b.scheduler.prepare()
+        b.abort("a")
+
+    b.step(meanwhile)
+    b.run()
+    assert [len(plan.rows) for plan in b.executor.plans[:3]] == [1, 1, 1]
+    assert b.reason("b") == "length"

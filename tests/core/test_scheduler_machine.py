@@ -292,7 +292,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert [group.order for group in groups] == sorted(group.order for group in groups)
         for plan in self.bench.executor.plans[-1:]:
             assert plan.num_tokens <= self.bench.settings.max_num_batched_tokens
-            assert len(plan.rows) <= self.bench.settings.max_num_seqs + len(self.wanted)
+            assert len(plan.rows) <= self.bench.settings.max_num_seqs
 
     def teardown(self):
         if not hasattr(self, "bench"):

@@ -98,7 +98,8 @@ class Planner:
         settings = self._settings
         seats = 0
         if whole and self.waiting:
-            seats = settings.max_num_seqs - count(self.running)
+            ended = sum(row.request.finished for row in self.rows)  # their rows are still of the step
+            seats = settings.max_num_seqs - count(self.running) - ended
         budget = StepBudget(
             settings.max_num_batched_tokens - sum(row.end - row.start for row in self.rows),
             decodes,
