@@ -4,10 +4,11 @@
         [--only A_decode_heavy ...] [--idle 1000]
 
 WORKLOADS.json, MODEL, PYTHON and ``--peer-models``: as in ``workloads.py``. Each scenario is sent by so many
-clients as streams and as whole answers, and run offline; engine and servers take turns, and who rests is
-stopped. Client, API and engine share the machine. Printed: output tokens a second; over offline, of the same
-round; CPU time of the API's process (the engine runs in another) for a streamed token and a request; the time
-to a stream's first event in milliseconds; then what a waiting stream takes of the API's memory.
+clients as streams and as whole answers, and run offline with as many sequences at once; engine and servers
+take turns, and who rests is stopped. Client, API and engine share the machine. Printed: output tokens a
+second; over offline, of the same round; CPU time of the API's process (the engine runs in another) for a
+streamed token and a request; the time to a stream's first event in milliseconds; then what a waiting stream
+takes of the API's memory.
 """
 
 from __future__ import annotations
@@ -252,7 +253,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        offline = Engine("octavo", sys.executable, str(model), args.cache_gib, folder / "offline")
+        log = folder / "offline"
+        offline = Engine("octavo", sys.executable, str(model), args.cache_gib, log, args.clients)
         stack.callback(offline.close)
         offline.load()
         servers = []

@@ -60,7 +60,15 @@ class Group:
 class Engine(Group):
     """A child process with one engine, stopped while it rests."""
 
-    def __init__(self, kind: str, python: str, model: str, cache_gib: float, log: Path) -> None:
+    def __init__(
+        self,
+        kind: str,
+        python: str,
+        model: str,
+        cache_gib: float,
+        log: Path,
+        max_num_seqs: int = MAX_NUM_SEQS,
+    ) -> None:
         self.kind = kind
         # -P: this folder's names (kernels) must not hide the peer's packages.
         command = [
@@ -70,7 +78,7 @@ class Engine(Group):
             kind,
             model,
             str(MAX_MODEL_LEN),
-            str(MAX_NUM_SEQS),
+            str(max_num_seqs),
             str(cache_gib),
         ]
         self._began = time.perf_counter()
