@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workloads import MAX_MODEL_LEN, MAX_NUM_SEQS, Engine, Group, for_vllm
+from workloads import MAX_MODEL_LEN, MAX_NUM_SEQS, Engine, Group, for_vllm, read_work
 
 from octavo.child_process import LOOPBACK, free_ports, octavo_command
 from octavo.fetch import fetch
@@ -205,10 +205,9 @@ async def idle_streams(server: Served, count: int) -> float:
 
 
 def report(
-    offline: Engine, servers: list[Served], scenarios: dict[str, Any], args: argparse.Namespace
+    offline: Engine, servers: list[Served], scenarios: dict[str, list[list[Any]]], args: argparse.Namespace
 ) -> None:
-    for name in args.only or sorted(scenarios):
-        work = [[r["prompt_ids"], r["max_tokens"]] for r in scenarios[name]]
+    for name, work in scenarios.items():
         tokens = sum(count for _, count in work)
         alone: list[float] = []
         taken = {(server.kind, stream): Figures() for server in servers for stream in (True, False)}
@@ -249,7 +248,7 @@ def main() -> None:
     parser.add_argument("--idle", type=int, default=1000, help="streams that wait")
     args = parser.parse_args()
     model = fetch(args.model)
-    scenarios = json.loads(args.workloads.read_text())["scenarios"]
+    scenarios = read_work(args.workloads, args.only or None)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
