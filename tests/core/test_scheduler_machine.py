@@ -197,12 +197,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         decodes = sum(len(row.token_ids) == 1 and name not in names for name, row in rows.items())
         share = (settings.max_num_batched_tokens - decodes) // (len(prompts) + min(2, queue) or 1)
         for request, need in prompts if settings.enable_chunked_prefill else ():
-            if request.finished or request.transfer is not None:
-                continue
             row = rows.get(request.request_id)
             if row and request in self.waited:  # it found the tokens before
                 need -= row.start
-            assert (len(row.token_ids) if row else 0) >= min(need, share)
+            found = row is None and request.num_computed_tokens > 0 and request in self.waited
+            if not (request.finished or request.transfer is not None or found):
+                assert (len(row.token_ids) if row else 0) >= min(need, share)
             share -= need if need <= self.scheduler.planner.threshold else 0
 
     @staticmethod

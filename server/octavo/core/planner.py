@@ -222,7 +222,7 @@ class Planner:
     def _admit(self, budget: StepBudget, seats: int, early: bool) -> None:
         while self.waiting and budget.left and self.waiting.groups[0].seats <= seats:
             group = self.waiting.groups[0]
-            if group.lead.transfer is not None or not self._enter(group, budget):
+            if group.lead.transfer is not None or not self._enter(group, budget, seats):
                 return
             seats -= group.seats
             self.waiting.remove(group)
@@ -234,7 +234,7 @@ class Planner:
                 self._prefilling.append(group)
                 self._plan_group(group, left, budget, early)
 
-    def _enter(self, group: Group, budget: StepBudget) -> bool:
+    def _enter(self, group: Group, budget: StepBudget, seats: int) -> bool:
         lead, free = group.lead, 0
         if self.running:
             promised = (self._promised(each, each.lead.num_computed_tokens) for each in self._prefilling)
@@ -244,7 +244,8 @@ class Planner:
             return not group.swapped
         self.kv.name_blocks(lead)
         hit = self.kv.find_prefix(lead)
-        count = budget.prefill(lead.num_tokens - hit.num_tokens, min(QUEUE_TURNS, len(self.waiting)))
+        turns = min(QUEUE_TURNS, len(self.waiting), seats)
+        count = budget.prefill(lead.num_tokens - hit.num_tokens, turns)
         if not count:
             return False
         end = hit.num_tokens + count
