@@ -64,22 +64,21 @@ class ProxyRoute:
     path: str
     kind: Kind
     generates: bool
-    model_required: bool
     methods: tuple[str, ...] = ("POST",)
 
 
 PAGE = "/"  # a chat in the browser: its calls come here as any client's
 ROUTES = (
-    ProxyRoute(PAGE, "other", False, False, ("GET",)),
-    ProxyRoute("/v1/chat/completions", "chat", True, True),
-    ProxyRoute("/v1/completions", "completion", True, True),
-    ProxyRoute("/v1/responses", "responses", True, True),
-    ProxyRoute("/v1/responses/{response_id}", "other", False, False, ("GET", "DELETE")),
-    ProxyRoute("/v1/responses/{response_id}/cancel", "other", False, False),
-    ProxyRoute("/v1/messages", "messages", True, True),
-    ProxyRoute("/v1/messages/count_tokens", "other", False, True),
-    ProxyRoute("/tokenize", "other", False, False),
-    ProxyRoute("/detokenize", "other", False, False),
+    ProxyRoute(PAGE, "other", False, ("GET",)),
+    ProxyRoute("/v1/chat/completions", "chat", True),
+    ProxyRoute("/v1/completions", "completion", True),
+    ProxyRoute("/v1/responses", "responses", True),
+    ProxyRoute("/v1/responses/{response_id}", "other", False, ("GET", "DELETE")),
+    ProxyRoute("/v1/responses/{response_id}/cancel", "other", False),
+    ProxyRoute("/v1/messages", "messages", True),
+    ProxyRoute("/v1/messages/count_tokens", "other", False),
+    ProxyRoute("/tokenize", "other", False),
+    ProxyRoute("/detokenize", "other", False),
 )
 
 
@@ -159,22 +158,22 @@ class Proxy:
         elif route.path != PAGE:
             loop, inline = asyncio.get_running_loop(), len(raw) <= PARSE_INLINE_BYTES
             body = _parse(raw) if inline else await loop.run_in_executor(self._pool, _parse, raw)
-            model = self._model(route, body)
+            model = self._model(body)
             followed = body.get("previous_response_id") if route.kind == "responses" else None
         return Ask(
             route, scope["method"], target, raw, body, model, self._fleet.holder(followed), request_id,
             request_headers(scope["headers"], request_id), body.get("stream") is True, time.monotonic(),
         )  # fmt: skip
 
-    def _model(self, route: ProxyRoute, body: dict[str, Any]) -> str:
+    def _model(self, body: dict[str, Any]) -> str:
         served = self._fleet.models()
         model = body.get("model")
-        if model is None and not route.model_required and len({e.names for e in served.values()}) == 1:
+        if model is None and len({e.names for e in served.values()}) == 1:
             return next(iter(served))
-        if not isinstance(model, str) or not model:
-            known = ", ".join(sorted(served)) or "none yet"
+        if served and (not isinstance(model, str) or not model):
+            known = ", ".join(sorted(served))
             raise MissingModel(f"model is {model!r}: name the model to use, here: {known}", param="model")
-        if not self._fleet.knows(model):
+        if not isinstance(model, str) or not self._fleet.knows(model):
             if not served:
                 raise Unavailable(f"no engine is up yet: {self._fleet.not_ready()}")
             raise ModelNotFound(

@@ -210,6 +210,20 @@ def test_models_are_listed_by_each_name(fast: Any) -> None:
     assert fast.client().completions.create(model="alias", prompt="x", max_tokens=1).model == "alias"
 
 
+@pytest.mark.parametrize("fields", [{}, {"model": None}])
+def test_who_names_no_model_gets_the_one_that_is_served(fast: Any, fields: dict[str, Any]) -> None:
+    said = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    for path, body in (
+        ("/v1/completions", {"prompt": "x", "max_tokens": 1}),
+        ("/v1/chat/completions", said),
+        ("/v1/messages", said),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 1}),
+    ):
+        answer = fast.post(path, {**body, **fields})
+        assert answer.status_code == 200 and answer.json()["model"] == "tiny", answer.text
+    assert fast.post("/v1/messages/count_tokens", said).status_code == 200
+
+
 def test_tokenize_and_detokenize_are_each_others_inverse(fast: Any) -> None:
     text = "naïve café 日本 😀 <|end|>"
     tokenized = fast.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()

@@ -275,7 +275,7 @@ def test_a_prompt_that_is_too_long_is_told_so_in_the_words_that_clients_know(fas
         ({"max_tokens": None}, 400, "max_tokens"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"max_tokens": 9999}, 400, "max_tokens"),
-        ({"model": None}, 400, "model"),
+        ({"model": 3}, 400, "model"),
         ({"messages": None}, 400, "messages"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, 400, "messages[0].role"),

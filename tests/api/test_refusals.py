@@ -211,7 +211,6 @@ def test_a_grammar_that_the_engine_refuses_is_a_bad_request(fast: Any) -> None:
         ),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"add_generation_prompt": "no"}, "add_generation_prompt"),
-        ({"model": None}, "model"),
         ({"model": 3}, "model"),
     ],
 )

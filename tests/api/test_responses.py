@@ -309,7 +309,7 @@ def test_requests_are_counted_as_those_of_chats(fast: Any) -> None:
         ),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, 400, "input[0].encrypted_content"),
         ({"model": "other"}, 404, "model"),
-        ({"model": None}, 400, "model"),
+        ({"model": 3}, 400, "model"),
         ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "no spaces"}]}, 400, "tools[0].name"),
         ({"tool_choice": {"type": "file_search"}}, 400, "tool_choice.type"),

@@ -56,7 +56,7 @@ def test_each_model_has_its_own_engines_and_a_body_must_name_one(tmp_path: Path)
     asyncio.run(main())
 
 
-def test_a_helper_route_may_leave_out_the_only_model(tmp_path: Path) -> None:
+def test_a_body_may_leave_out_the_only_model(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, [FakeEngine("e0")]) as site:
             status, _, body = await site.post("/tokenize", {"prompt": "abc"})

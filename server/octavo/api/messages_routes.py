@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.api.fields import Fields
 from octavo.api.messages_answer import MessageAnswer
 from octavo.api.probes import json_response
 from octavo.api.requests import ParsedRequest, off_loop
@@ -16,7 +17,6 @@ from octavo.api.tokenize_routes import LONGEST
 from octavo.api.translated import read_request, respond
 from octavo.errors import InvalidRequest
 from octavo.prompt.anthropic import MESSAGES
-from octavo.prompt.dialect import wrong
 
 
 def messages_routes(service: Service) -> APIRouter:
@@ -45,9 +45,7 @@ def messages_routes(service: Service) -> APIRouter:
 
 def _count(service: Service, body: dict[str, Any]) -> int:
     renderer, info = service.require_ready()
-    if not isinstance(model := body.get("model"), str):
-        raise wrong("model", model, "the name of the model")
-    service.check_model(model)
+    service.model_named(Fields(body).text("model"))
     return len(renderer.chat(MESSAGES.chat(body), max(info.max_model_len, LONGEST)))
 
 

@@ -33,7 +33,7 @@ def openai_routes(service: Service) -> APIRouter:
 
     @routes.api_route("/v1/models/{name:path}", methods=READ)
     async def model(name: str) -> Response:
-        service.check_model(name)
+        service.model_named(name)
         return json_response(_model(service, name))
 
     @routes.post("/v1/completions")

@@ -86,7 +86,7 @@ _TEXT, _FLAG, _ANY, _COUNT = {"type": "string"}, {"type": "boolean"}, {}, _whole
 _TOKEN = _whole(0, MAX_TOKEN_ID)
 _SOME_TEXT = {"type": "string", "minLength": 1}
 _NUMBER = {"type": "number"}
-_SERVED = {"$ref": "#/components/schemas/Served"}
+_SERVED = _or_null({"$ref": "#/components/schemas/Served"})
 
 
 def _number(low: float, high: float) -> Schema:
@@ -234,11 +234,11 @@ _SCHEMAS: dict[str, Schema] = {
             )
         }
     ),
-    "ChatRequest": _request(CHAT_FIELDS, _FLAG, "model", "messages"),
-    "CompletionRequest": _request(COMPLETION_FIELDS, _COUNT, "model", "prompt"),
+    "ChatRequest": _request(CHAT_FIELDS, _FLAG, "messages"),
+    "CompletionRequest": _request(COMPLETION_FIELDS, _COUNT, "prompt"),
     "TokenizeRequest": _object(
         {
-            "model": _or_null(_SERVED),
+            "model": _SERVED,
             "prompt": _TEXT,
             "messages": _NEEDED["messages"],
             "add_special_tokens": _or_null(_FLAG),
@@ -246,7 +246,7 @@ _SCHEMAS: dict[str, Schema] = {
         },
         (),
     ),
-    "DetokenizeRequest": _object({"model": _or_null(_SERVED), "tokens": _list(_TOKEN)}, ("tokens",)),
+    "DetokenizeRequest": _object({"model": _SERVED, "tokens": _list(_TOKEN)}, ("tokens",)),
     "ResponseRequest": {
         "type": "object",
         "properties": {
@@ -261,9 +261,9 @@ _SCHEMAS: dict[str, Schema] = {
             "metadata": _or_null({"type": "object", "additionalProperties": _TEXT}),
             "tools": _or_null(_list({"type": "object"})),
         },
-        "required": ["model", "input"],
+        "required": ["input"],
     },
-    "CountRequest": _object({"model": _SERVED, "messages": _NEEDED["messages"]}),
+    "CountRequest": _object({"model": _SERVED, "messages": _NEEDED["messages"]}, ("messages",)),
     "MessageRequest": {
         "type": "object",
         "properties": {
@@ -276,7 +276,7 @@ _SCHEMAS: dict[str, Schema] = {
             "stop_sequences": _or_null(_list(_SOME_TEXT)),
             "stream": _or_null(_FLAG),
         },
-        "required": ["model", "messages", "max_tokens"],
+        "required": ["messages", "max_tokens"],
     },
     "Response": {
         "type": "object",

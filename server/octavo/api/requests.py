@@ -44,11 +44,7 @@ class ParsedRequest:
         renderer, self.info = service.require_ready()
         self.service, self.renderer, self.chat = service, renderer, chat
         self.fields = fields = Fields(body)
-        model = fields.text("model")
-        if model is None:
-            raise InvalidRequest("model is missing: name the model", param="model", code="missing_parameter")
-        service.check_model(model)
-        self.model = model
+        self.model = service.model_named(fields.text("model"))
         refuse_unsupported(body, chat)
         self.num_unknown = len(unknown_names(body, chat))
         self.stream = fields.flag("stream", False)

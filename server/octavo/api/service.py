@@ -138,13 +138,16 @@ class Service:
             raise _unavailable(f"the server is starting: {self.stage[0]}")
         return self.renderer, self.engine.info
 
-    def check_model(self, name: str) -> None:
-        """Raises ``ModelNotFound`` unless this model is served here."""
+    def model_named(self, name: str | None) -> str:
+        """``name``, or the first name where a request has none. Raises ``ModelNotFound`` for another."""
+        if name is None:
+            return self.config.model_names[0]
         if name not in self.config.model_names:
             served = ", ".join(self.config.model_names)
             raise ModelNotFound(
                 f"the model {name!r:.100} does not exist: {served} is served here", param="model"
             )
+        return name
 
     async def grammar(self, forms: StructuredOutputs, where: str) -> str:
         """The grammar of a form that ``where`` asks for. Raises ``InvalidRequest`` naming what is wrong."""

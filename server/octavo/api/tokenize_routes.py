@@ -95,6 +95,5 @@ def _detokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
 
 def _checked(service: Service, body: dict[str, Any]) -> Fields:
     fields = Fields(body)
-    if (model := fields.text("model")) is not None:
-        service.check_model(model)
+    service.model_named(fields.text("model"))
     return fields
