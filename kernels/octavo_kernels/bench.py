@@ -32,6 +32,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 576, 9, 3, 64, 1536, 49
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 SCALE = HEAD_DIM**-0.5
 BLOCK_SIZE = 16
+CACHE_LINE = 64
 DTYPE = torch.bfloat16
 HEAD_ROWS = 32
 """A prefill computes logits of one row a sequence, so the head sees at most so many."""
@@ -172,10 +173,15 @@ def decode_batch(
 
 
 def caches_for(ops: Ops, batch: AttentionBatch, layers: int) -> list[Tensor]:
-    """In one piece of memory, large as an engine's: numpy asks for huge pages there, torch does not."""
+    """In one piece of memory, large as an engine's and from a cache line on: numpy asks for huge pages there,
+    torch does not.
+    """
     shape = (layers, *ops.kv_cache_shape(batch.block_tables.numel(), batch.block_size, KV_HEADS, HEAD_DIM))
-    memory = torch.from_numpy(np.zeros(math.prod(shape) * DTYPE.itemsize, np.uint8)).view(DTYPE).view(shape)
-    return [layer.copy_(torch.randn(shape[1:])) for layer in memory]
+    size = math.prod(shape) * DTYPE.itemsize
+    memory = np.zeros(size + CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    caches = torch.from_numpy(memory[start : start + size]).view(DTYPE).view(shape)
+    return [layer.copy_(torch.randn(shape[1:])) for layer in caches]
 
 
 def attend(ops: Ops, q: Tensor, caches: list[Tensor], batch: AttentionBatch, out: Tensor) -> None:

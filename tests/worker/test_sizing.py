@@ -8,7 +8,7 @@ import torch
 from octavo.core.kv_layout import KVSpec, blocks_needed
 from octavo.errors import ConfigError
 from octavo.layers.batch import ActivationShape
-from octavo.worker.pages import page_bytes
+from octavo.worker.pages import CACHE_LINE, page_bytes, zeroed
 from octavo.worker.sizing import (
     CacheSize,
     capped,
@@ -41,6 +41,15 @@ def test_bytes_of_a_token_are_the_references() -> None:
     assert 40 * layer(40, 128, torch.float16) == 819_200  # OPT-13B, fp16
     assert 28 * layer(2, 128, torch.bfloat16) == 28_672  # Qwen2.5-1.5B, bf16
     assert 28 * layer(2, 128, torch.int8) == 14_784  # the same in int8, with scales
+
+
+@pytest.mark.parametrize("tokens", [1, 1000, 1_000_000])
+def test_pages_on_a_cpu_begin_with_a_cache_line(tokens: int) -> None:
+    pages = zeroed((tokens, 2, 4), torch.bfloat16, torch.device("cpu"))
+    assert pages.data_ptr() % CACHE_LINE == 0
+    assert pages.shape == (tokens, 2, 4)
+    assert pages.is_contiguous()
+    assert not pages.any()
 
 
 def test_gpu_pool_is_its_share_less_weights_activations_and_graphs() -> None:

@@ -13,6 +13,9 @@ from torch import Tensor
 from octavo.layers.batch import ActivationShape
 from octavo_kernels import Ops
 
+CACHE_LINE = 64
+"""Bytes, of x86-64."""
+
 
 @dataclasses.dataclass(frozen=True)
 class KVPages:
@@ -51,8 +54,13 @@ def page_bytes(ops: Ops, shape: ActivationShape, block_size: int, dtype: torch.d
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU from calloc, so that pages take memory only once blocks in them are used."""
+    """Zeros; on a CPU from calloc, so that pages take memory only once blocks in them are used.
+
+    They begin with a line of the CPU's cache, as numpy's memory does not: each load of a line would touch two.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    count = int(np.prod(shape))
-    return torch.from_numpy(np.zeros(count * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
