@@ -56,7 +56,7 @@ def page_bytes(ops: Ops, shape: ActivationShape, block_size: int, dtype: torch.d
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU from calloc, so that pages take memory only once blocks in them are used.
 
-    They begin with a line of the CPU's cache, as numpy's memory does not: each load of a line would touch two.
+    They begin with a line of the CPU's cache, and numpy's memory does not: each load would touch two.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
