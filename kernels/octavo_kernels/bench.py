@@ -173,7 +173,7 @@ def decode_batch(
 
 
 def caches_for(ops: Ops, batch: AttentionBatch, layers: int) -> list[Tensor]:
-    """In one piece of memory, large and aligned as an engine's: numpy asks for huge pages there, torch does not."""
+    """In one piece of memory, large and aligned as an engine's: numpy asks for huge pages there."""
     shape = (layers, *ops.kv_cache_shape(batch.block_tables.numel(), batch.block_size, KV_HEADS, HEAD_DIM))
     size = math.prod(shape) * DTYPE.itemsize
     memory = np.zeros(size + CACHE_LINE, np.uint8)
