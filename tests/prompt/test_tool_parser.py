@@ -236,6 +236,7 @@ def test_a_call_without_parameters_has_the_arguments_of_an_empty_object(form: st
         ("hermes", "<tool_call>none</tool_call>"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{} or so"}</tool_call>'),
         ("llama3_json", '{"answer": 42, "name": "f"}'),
         ("llama3_json", '{"name": "nobody", "parameters": {}}'),
         ("llama3_json", '{"name": "f"}'),
@@ -271,6 +272,53 @@ def test_parameters_in_xml_have_the_types_of_the_schema() -> None:
     assert arguments == {
         "city": "1", "days": 2, "exact": True, "where": {"a": None}, "tags": None, "share": 100, "new": "5",
     }  # fmt: skip
+
+
+def test_types_by_pythons_names_are_the_ones_of_json() -> None:
+    kinds = {"n": "float", "i": "int", "b": "bool", "d": "dict", "l": ["list", "null"], "s": "str"}
+    values = {"n": "1.5", "i": "2", "b": "true", "d": "{}", "l": "[]", "s": "3"}
+    schema = {"properties": {key: {"type": kind} for key, kind in kinds.items()}}
+    parser = OutputParser(TOOL_FORMATS["qwen3_xml"], schemas={"f": schema})
+    body = "".join(f"<parameter={key}>{value}</parameter>" for key, value in values.items())
+    seen = Read(parser.push(f"<function=f>{body}</function>") + parser.finish(), parser)
+    assert seen.calls == [("f", {"n": 1.5, "i": 2, "b": True, "d": {}, "l": [], "s": "3"})]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("<parameter=city>\na\n<parameter=days>\n2\n</parameter>", {"city": "a", "days": 2}),
+        ("<parameter=days>\n2\n<parameter=city>\na\n</parameter>", {"city": "a", "days": 2}),
+        ("<parameter=city>\na\n<parameter=new>\n2\n</parameter>", {"city": "a\n<parameter=new>\n2"}),
+        ("<parameter=city>\na\n<parameter=city>\nb\n</parameter>", {"city": "a\n<parameter=city>\nb"}),
+        ("<parameter=city>a</parameter> b</parameter>", {"city": "a</parameter> b"}),
+        ("<parameter=city>a\n</parameter> b</parameter>", {"city": "a\n</parameter> b"}),
+        ("<parameter=city>\n</parameter>\n\n</parameter>", {"city": "</parameter>\n"}),
+    ],
+)  # fmt: skip
+def test_a_parameter_ends_where_another_or_the_end_of_the_call_follows(text: str, arguments: Any) -> None:
+    whole = f"<tool_call>\n<function=get_weather>\n{text}\n</function>\n</tool_call>"
+    for place in range(len(whole)):
+        assert read("qwen3_xml", [whole[:place], whole[place:]]).calls == [("get_weather", arguments)]
+
+
+@pytest.mark.parametrize("form", ["hermes", "granite"])
+def test_arguments_may_be_an_object_written_as_a_string(form: str) -> None:
+    arguments = {"city": 'a "b"', "days": 2}
+    held = json.dumps(json.dumps(arguments))
+    for call in (f'{{"name": "get_weather", "arguments": {held}}}', f'{{"arguments": {held}, "name": "f"}}'):
+        seen = read(form, list(f"<tool_call> {call} </tool_call>"))
+        assert seen.calls in ([("get_weather", arguments)], [("f", arguments)])
+        assert seen.complete == [0]
+
+
+@pytest.mark.parametrize("between", [";", "; ", "\n", ""])
+def test_calls_in_llamas_format_need_no_separator(between: str) -> None:
+    calls = between.join(['{"name": "f", "parameters": {}}', '{"name": "ping", "parameters": {}}'])
+    assert read("llama3_json", list(calls)).calls == [("f", {}), ("ping", {})]
+    seen = read("llama3_json", list(calls + between + '{"x": 1}'))
+    assert seen.calls == [("f", {}), ("ping", {})]
+    assert seen.content.endswith('{"x": 1}')
 
 
 def test_an_id_that_the_model_gives_is_kept_and_mistrals_are_nine_letters_long() -> None:

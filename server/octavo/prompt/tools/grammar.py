@@ -12,8 +12,9 @@ from typing import Any
 
 from octavo.prompt.tools.definitions import Tool
 from octavo.prompt.tools.formats import Layout, ReasoningFormat, ToolFormat
-from octavo.prompt.tools.parser import KEY, NAME
+from octavo.prompt.tools.parser import NAME
 from octavo.prompt.tools.schema import properties, types_of
+from octavo.prompt.tools.xml_parameter import KEY
 
 WHITESPACE = r"[ \n\r\t]{1,40}"  # between the parts of JSON: a small model would go on with it for ever
 _TEXTS = ("TEXT: /(?s:.*)/", r"SPACE: /[ \n]{0,8}/")

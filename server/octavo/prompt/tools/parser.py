@@ -11,12 +11,11 @@ import msgspec
 
 from octavo.prompt.tools.formats import Layout, ReasoningFormat, ToolFormat
 from octavo.prompt.tools.reader import Literals, Reader, Steps
-from octavo.prompt.tools.schema import properties, types_of, written_as_json
-from octavo.prompt.tools.values import ValueScanner, json_so_far
+from octavo.prompt.tools.schema import properties, types_of
+from octavo.prompt.tools.values import ValueScanner, as_json
+from octavo.prompt.tools.xml_parameter import KEY, xml_value
 
 NAME = re.compile(r"[\w.:/-]+")  # of a tool, and of a parameter in Python
-KEY = re.compile(r"[^<>\n]+")  # of a parameter in XML
-_PARAMETER_END = Literals(("\n</parameter>", "</parameter>"))
 _CALL_KEYS = ("name", "arguments", "parameters", "type", "id")
 
 
@@ -229,6 +228,8 @@ class OutputParser:
             reader.mark()  # what comes is another call, or content
             yield from reader.space()
             more = (yield from reader.literal(separator)) if separator else bool(layout.marker)
+            if separator and not more and layout.kind == "json":  # models leave it out before an object
+                more = (yield from reader.peek()) == "{"
         if self._calls > before:
             reader.unmark()
             yield from reader.fixed(layout.close, cut=True)
@@ -301,18 +302,16 @@ class OutputParser:
                 return False
             yield from reader.space()
             if key in ("arguments", "parameters"):
-                if argued or early or (yield from reader.peek()) != "{":
+                if argued or early:
                     return False
-                if name and not self._begin(name, layout):
-                    return False
-                argued = bool(name)
-                out = []
-                if not (yield from self._value(None if name else out)):
-                    return False
-                early = "".join(out)
-                if argued:
+                if name and (yield from reader.peek()) == "{":
+                    argued = True
+                    if not self._begin(name, layout) or not (yield from self._value()):
+                        return False
                     self._end()
                     reader.mark()
+                elif not (early := (yield from self._held_object())):
+                    return False
             else:
                 out = []
                 if not (yield from self._value(out)):
@@ -334,6 +333,19 @@ class OutputParser:
             self._argue(early or "{}")
             self._end()
         return True
+
+    def _held_object(self) -> Steps[str]:
+        """The JSON of an object of arguments, or of one written as a string, as Granite 4 does; empty where
+        anything else stands.
+        """
+        first = yield from self._reader.peek()
+        out: list[str] = []
+        if first not in ("{", '"') or not (yield from self._value(out)):
+            return ""
+        if first == "{":
+            return "".join(out)
+        held = as_json(json.loads("".join(out))) or ""
+        return held if held.startswith("{") else ""
 
     def _named(self, layout: Layout) -> Steps[bool]:
         reader = self._reader
@@ -363,6 +375,7 @@ class OutputParser:
         self._begin(name)
         root = self._schemas.get(name, {})
         known = properties(root)
+        left = set(known)
         written = "{"
         reader.mark()
         while not (yield from reader.fixed("</function>")):
@@ -374,33 +387,15 @@ class OutputParser:
             if not key or not (yield from reader.literal(">")):
                 return False
             self._argue(f"{', ' if written == '' else ''}{json.dumps(key, ensure_ascii=False)}: ")
-            if not (yield from self._parameter(types_of(known.get(key), root))):
+            left.discard(key)
+            reader.unmark()
+            if not (yield from xml_value(reader, types_of(known.get(key), root), left, self._argue)):
                 return False
             written = ""
             reader.mark()
         self._argue(written + "}")
         self._end()
         return True
-
-    def _parameter(self, types: set[str]) -> Steps[bool]:
-        """The value of a parameter; strings go out as they come, others when they are whole."""
-        reader = self._reader
-        reader.unmark()
-        yield from reader.literal("\n")
-        others = types - {"string"}
-        if not others:
-            self._argue('"')
-            end = yield from reader.until(_PARAMETER_END, lambda text: self._argue(_within_string(text)))
-            if end:
-                self._argue('"')
-        else:
-            parts: list[str] = []
-            end = yield from reader.until(_PARAMETER_END, parts.append)
-            text = "".join(parts)
-            self._argue(
-                (written_as_json(text, others) or f'"{_within_string(text)}"') if end else json_so_far(text)
-            )
-        return bool(end) and (yield from reader.literal(end))
 
     def _python(self, layout: Layout) -> Steps[bool]:
         reader = self._reader
@@ -429,7 +424,3 @@ class OutputParser:
             yield from reader.space()
             if not (yield from reader.literal(",")) and (yield from reader.peek()) != ")":
                 return False
-
-
-def _within_string(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]

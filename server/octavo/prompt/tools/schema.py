@@ -8,7 +8,10 @@ from typing import Any
 from octavo.prompt.tools.values import as_json
 
 _DEPTH = 16  # of references and unions looked into
-_TYPES = frozenset(("string", "number", "integer", "boolean", "object", "array", "null"))
+_TYPES = {one: one for one in ("string", "number", "integer", "boolean", "object", "array", "null")} | {
+    "str": "string", "float": "number", "int": "integer",  # schemas written by hand have Python's names
+    "bool": "boolean", "dict": "object", "list": "array",
+}  # fmt: skip
 
 
 def properties(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,9 +28,9 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = _DEPTH) -> set[s
         return set()
     named = schema.get("type")
     if isinstance(named, str):
-        return {named} & _TYPES
+        return {_TYPES[named]} if named in _TYPES else set()
     if isinstance(named, list):
-        return {one for one in named if isinstance(one, str)} & _TYPES
+        return {_TYPES[one] for one in named if isinstance(one, str) and one in _TYPES}
     if isinstance(reference := schema.get("$ref"), str):
         return types_of(_referred(reference, root), root, depth - 1)
     values = schema["enum"] if isinstance(schema.get("enum"), list) else []
