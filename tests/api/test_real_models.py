@@ -267,13 +267,16 @@ def keeps_to_a_schema(running: Any) -> None:
         "required": ["city", "rivers", "people"],
         "additionalProperties": False,
     }
-    form = {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": schema}}
-    answer = running.client().chat.completions.create(
-        model="tiny", messages=CHAT, n=3, seed=1, temperature=1.2, max_tokens=150, response_format=form
-    )
-    for choice in answer.choices:
-        assert choice.finish_reason == "stop"
-        jsonschema.validate(json.loads(choice.message.content), schema)
+    for form in (
+        {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": schema}},
+        {"type": "json_object", "schema": schema},
+    ):
+        answer = running.client().chat.completions.create(
+            model="tiny", messages=CHAT, n=3, seed=1, temperature=1.2, max_tokens=150, response_format=form
+        )
+        for choice in answer.choices:
+            assert choice.finish_reason == "stop"
+            jsonschema.validate(json.loads(choice.message.content), schema)
 
 
 def calls_the_tools_it_must(running: Any) -> None:

@@ -66,6 +66,8 @@ WRONG = [
     ("structured_outputs", {"regex": "a("}), ("structured_outputs", {"structural_tag": {}}),
     ("response_format", "json"), ("response_format", {"type": "xml"}), ("response_format", {}),
     ("response_format", {"type": "json_schema"}),
+    ("response_format", {"type": "json_object", "schema": 3}),
+    ("response_format", {"type": "json_object", "schema": {"type": "sand"}}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": 3}}),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "sand"}}}),
 ]  # fmt: skip

@@ -88,6 +88,12 @@ def test_a_form_that_is_not_one_is_refused(compiler: GrammarCompiler, form: dict
     assert refusal(compiler, **form).startswith(f"structured_outputs.{min(form)}")
 
 
+def test_an_error_in_a_grammar_of_ours_does_not_show_it(compiler: GrammarCompiler) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        compiler.compile_lark('start: "x" %json {"type": "sand"}', "tools")
+    assert caught.value.message == "tools: failed to compile JSON schema: Invalid type: sand"
+
+
 def nested(depth: int, branches: int) -> dict[str, Any]:
     if not depth:
         return {"type": "string"}

@@ -112,7 +112,8 @@ _FUNCTION = _object(
 )
 _TOOL = _object({"type": {"const": "function"}, "function": _FUNCTION})
 _FORM = _one_of(
-    _object({"type": {"enum": ["text", "json_object"]}}),
+    _object({"type": {"const": "text"}}),
+    _object({"type": {"const": "json_object"}, "schema": _or_null({"type": "object"})}, ("type",)),
     _object(
         {
             "type": {"const": "json_schema"},

@@ -86,21 +86,21 @@ def _response_format(fields: Fields) -> tuple[StructuredOutputs | None, str]:
     kind = "text" if asked is None else asked.get("type")
     if asked is None or kind == "text":
         return None, "response_format"
-    if kind == "json_object":
-        return StructuredOutputs(json_object=True), "response_format"
-    if kind != "json_schema":
+    if kind not in ("json_object", "json_schema"):
         allowed = "text, json_object or json_schema"
         raise InvalidRequest(
             f"response_format.type is {kind!r:.100}: it must be {allowed}", param="response_format"
         )
-    held = asked.get("json_schema")
+    if kind == "json_object":  # some servers take a schema beside it
+        held, where = asked, "response_format.schema"
+        if asked.get("schema") is None:
+            return StructuredOutputs(json_object=True), "response_format"
+    else:
+        held, where = asked.get("json_schema"), "response_format.json_schema.schema"
     schema = held.get("schema") if isinstance(held, dict) else None
     if not isinstance(schema, dict):
-        raise InvalidRequest(
-            f"response_format.json_schema.schema is {schema!r:.100}: it must be a JSON schema",
-            param="response_format",
-        )
-    return StructuredOutputs(json=schema), "response_format.json_schema.schema"
+        raise InvalidRequest(f"{where} is {schema!r:.100}: it must be a JSON schema", param="response_format")
+    return StructuredOutputs(json=schema), where
 
 
 def _max_tokens(fields: Fields, defaults: SamplingParams, chat: bool) -> int | None:

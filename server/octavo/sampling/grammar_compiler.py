@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -197,7 +198,10 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
     # A warning is of something that it would pass over; our own grammars have nothing but what is meant so.
     if failed or (messages and form != "lark"):
-        message = _line(messages[0].replace(_ONE_OF[0], _ONE_OF[1]))
+        said = messages[0].replace(_ONE_OF[0], _ONE_OF[1])
+        if form == "lark":  # the place, and the lines after the first, are of our own text
+            said = re.sub(r"^at \d+\(\d+\): ", "", said).partition("\n")[0]
+        message = _line(said)
         return {"error": message, "at": _place(value, message) if form == "json" else ""}
     return {"grammar": grammar}
 
