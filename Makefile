@@ -10,8 +10,8 @@ STAMP := $(VENV)/.installed
 # An edit of the Python code needs no new install; an edit of these does.
 INPUTS := pyproject.toml $(wildcard setup.py) $(shell find kernels -name '*.cpp' -o -name '*.h')
 STRICT := server/octavo/core server/octavo/prompt server/octavo/config.py server/octavo/errors.py \
-	server/octavo/fetch.py server/octavo/api_keys.py server/octavo/client server/octavo/engine/messages.py \
-	router/octavo_router operator/octavo_operator
+	server/octavo/fetch.py server/octavo/api_keys.py server/octavo/http_protocol.py server/octavo/client \
+	server/octavo/engine/messages.py router/octavo_router operator/octavo_operator
 
 .PHONY: install up test lint clean
 

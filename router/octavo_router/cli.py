@@ -18,6 +18,7 @@ import uvloop
 
 from octavo.config import CommandParser
 from octavo.errors import ConfigError
+from octavo.http_protocol import HttpProtocol
 from octavo.values import parse_size
 from octavo_router.app import Router, RouterSettings, build_app
 from octavo_router.cost import POLICIES
@@ -142,7 +143,7 @@ class RouterServer:
         self._timeout_s = timeout_s
         self._stop: asyncio.Task[None] | None = None
         config = uvicorn.Config(
-            build_app(router), log_config=None, access_log=False, server_header=False,
+            build_app(router), http=HttpProtocol, log_config=None, access_log=False, server_header=False,
             date_header=False, timeout_keep_alive=CLIENT_KEEPALIVE_S,
         )  # fmt: skip
         self._server = _Server(config)

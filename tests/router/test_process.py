@@ -95,6 +95,26 @@ def test_sigterm_ends_readiness_at_once_and_fails_no_request(tmp_path: Path) -> 
     asyncio.run(main())
 
 
+def test_its_port_bounds_heads_and_knows_http_1_0(tmp_path: Path) -> None:
+    """As an engine's does: it has the same protocol."""
+
+    async def main() -> None:
+        async with router_process(tmp_path, FakeEngine("e0")) as (_, url, client):
+            await until_status(client, url + "/ready", 200)
+            body = b'{"model": "fake", "prompt": "hello", "stream": true}'
+            head = b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body)
+            for sent, status in ((head + body, 200), (b"GET\r\n\r\n", 400), (b"GET /" + b"a" * 2**18, 431)):
+                reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+                writer.write(sent)
+                answer = await asyncio.wait_for(reader.read(), 30)
+                writer.close()
+                assert answer.startswith(b"HTTP/1.1 %d " % status)
+                assert b"chunked" not in answer
+                assert answer.endswith(b"\n\ndata: [DONE]\n\n" if status == 200 else b"}}")
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_the_start_ends_it_with_status_0(tmp_path: Path, number: signal.Signals) -> None:
     async def main() -> None:

@@ -7,17 +7,15 @@ import socket
 from collections.abc import Generator
 from typing import Any
 
-import msgspec
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, InvalidRequest, error_body
+from octavo.errors import ConfigError
+from octavo.http_protocol import HttpProtocol
 
 LAST_ANSWERS_S = 5.0  # how long answers may still be written once the engine has nothing more to say
 BACKLOG = 2048
-LONGEST_HEAD = 1 << 18  # bytes; servers and proxies take 8 to 64 KiB, and a read brings up to 256 KiB at once
 
 
 class HttpServer(uvicorn.Server):
@@ -26,44 +24,6 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
-
-
-class _Protocol(HttpToolsProtocol):
-    """What is not HTTP is told so as everything else is, and so is a head without end: the parser would keep
-    all of it in memory. (A body is bounded where it is read.)
-    """
-
-    _unread = 0  # bytes that came since the last head or piece of a body was whole
-
-    def data_received(self, data: bytes) -> None:
-        self._unread += len(data)
-        super().data_received(data)
-        if self._unread > LONGEST_HEAD and not self.transport.is_closing():
-            error = InvalidRequest(
-                f"the request's line and headers are longer than {LONGEST_HEAD} bytes", code="head_too_large"
-            )
-            self._refuse(b"431 Request Header Fields Too Large", error)
-
-    def on_headers_complete(self) -> None:
-        self._unread = 0
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._unread = 0
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        self._unread = 0
-        super().on_message_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(b"400 Bad Request", InvalidRequest(msg, code="invalid_http"))
-
-    def _refuse(self, status: bytes, error: InvalidRequest) -> None:
-        body = msgspec.json.encode(error_body(error))
-        head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\nconnection: close\r\n" % status
-        self.transport.write(b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body))
-        self.transport.close()
 
 
 def listen(host: str, port: int, flag: str, *, shared: bool = False) -> socket.socket:
@@ -98,7 +58,7 @@ def http_server(app: ASGIApp, config: EngineConfig, **more: Any) -> HttpServer:
     """Raises ``ConfigError`` for a certificate that cannot be used."""
     settings = uvicorn.Config(
         app,
-        http=_Protocol,
+        http=HttpProtocol,
         log_config=None,
         log_level=config.uvicorn_log_level,
         access_log=False,
