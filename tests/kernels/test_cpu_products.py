@@ -92,18 +92,20 @@ def test_rows_of_a_long_prompt_equal_those_of_a_short_one(cpu, rows, k):
         assert torch.equal(gated[first : first + 17], cpu.gate_up(few, pair))
 
 
-def test_extreme_gates_do_not_overflow(cpu):
-    x = torch.eye(4)
-    gate = torch.diag(torch.tensor([-200.0, 200.0, -20.0, 0.0]))
-    pair = cpu.pack_gate_up(gate, torch.ones(4, 4), torch.float32)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_extreme_gates_do_not_overflow(cpu, dtype):
+    gates = torch.tensor([-1e30, -200.0, 200.0, -20.0, 0.0, 1e30])
+    expected = torch.tensor([0.0, 0.0, 200.0, 0.0, 0.0, 1e30]).to(dtype)
+    pair = cpu.pack_gate_up(torch.diag(gates), torch.ones(6, 6), dtype)
     for activation in ("silu", "gelu_tanh"):
-        result = cpu.gate_up(x, pair, activation).diagonal()
-        torch.testing.assert_close(result, torch.tensor([0.0, 200.0, 0.0, 0.0]), rtol=1e-6, atol=1e-6)
+        result = cpu.gate_up(torch.eye(6, dtype=dtype), pair, activation).diagonal()
+        torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_nan_reaches_the_result(cpu):
-    x = torch.tensor([[float("nan"), 1.0], [1.0, 1.0]])
-    pair = cpu.pack_gate_up(torch.ones(3, 2), torch.ones(3, 2), torch.float32)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_reaches_the_result(cpu, dtype):
+    x = torch.tensor([[float("nan"), 1.0], [1.0, 1.0]], dtype=dtype)
+    pair = cpu.pack_gate_up(torch.ones(3, 2), torch.ones(3, 2), dtype)
     result = cpu.gate_up(x, pair)
     assert result[0].isnan().all() and not result[1].isnan().any()
 

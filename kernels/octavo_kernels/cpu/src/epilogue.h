@@ -25,7 +25,7 @@ static void finish_pairs(const float* sums, Out* out, long out_stride, long rows
     for (long r = 0; r < rows; r++, sums += kPanel, out += out_stride)
         for (long i = 0; i < kHalfPanel; i += kWidth) {
             const Vec gate = load(sums + i);
-            const Vec gated = kActivation == kSilu ? silu(gate) : gelu_tanh(gate);
+            const Vec gated = activate(out, gate, kActivation);
             store(out + i, mul(gated, load(sums + kHalfPanel + i)));
         }
 }
@@ -51,7 +51,7 @@ static void finish_rows(const Matmul& a, const float* sums, long panel, long row
     for (long r = 0; r < rows; r++, sums += kPanel, out += a.out_stride)
         for (long i = 0; i < wide; i += kWidth) {
             Vec v = load(sums + i);
-            if (a.weight.paired) v = mul(activate(v, a.activation), load(sums + kHalfPanel + i));
+            if (a.weight.paired) v = mul(activate(out, v, a.activation), load(sums + kHalfPanel + i));
             else if (bias) v = add(v, bias_vec(bias + i, columns - i));
             finish_vec(out + i, v, columns - i);
         }

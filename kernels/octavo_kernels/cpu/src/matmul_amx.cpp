@@ -20,8 +20,8 @@ constexpr long kPrefetchBytes = 2048;
 constexpr long kPartTiles = 18;
 // The panels and the rows of a task stay in the L2 cache while the blocks pass. With fewer panels than the least, a block's
 // x would be brought to the L1 cache for too little work.
-constexpr long kLeastPanels = 4;
-constexpr long kTaskPanelBytes = 150 << 10;
+constexpr long kLeastPanels = 3;
+constexpr long kTaskPanelBytes = 300 << 10;
 constexpr long kTaskRowBytes = 800 << 10;
 
 inline void prefetch_tiles(const char* w) {
@@ -82,9 +82,10 @@ struct Unfinished {
     }
 };
 
-// 17 to 32 rows: two tiles of rows by the two halves of the panel. Begins with zeros, or goes on with the sums.
+// 17 to 32 rows: two tiles of rows by the two halves of the panel. Begins with zeros, or goes on with the sums. Asks for the
+// lines of the output (or null) that the block is going to be written to.
 void multiply_block(const char* x, long stride, const char* w, long tiles, bool first, float* sums, Ahead& ahead,
-                    Unfinished& before) {
+                    Unfinished& before, const char* out, long out_stride) {
     const char* lower = x + kTileRows * stride;
     float* lower_sums = sums + kTileRows * kPanel;
     if (first) {
@@ -98,10 +99,12 @@ void multiply_block(const char* x, long stride, const char* w, long tiles, bool 
         _tile_loadd(2, lower_sums, kPanel * 4);
         _tile_loadd(3, lower_sums + kHalfPanel, kPanel * 4);
     }
-    const long finished = ceil_div(before.rows, tiles);
+    const long finished = ceil_div(before.rows, tiles), asked = ceil_div(kBlockRows, tiles);
     for (long t = 0; t < tiles; t++, x += 64, lower += 64, w += kPanelTileBytes) {
         if (ahead.share > 0) ahead.ask();
         else prefetch_tiles(w);
+        if (out)
+            for (long i = 0; i < asked; i++, out += out_stride) _mm_prefetch(out, _MM_HINT_T0);
         _tile_loadd(4, x, stride);
         _tile_stream_loadd(6, w, 64);
         _tile_loadd(5, lower, stride);
@@ -141,7 +144,7 @@ void multiply_stream(const Matmul& a, long p0, long p1, long row, long rows) {
     else configure(kTileRows, rows - kTileRows);
     for (long p = p0; p < p1; p++, at.w += at.panel_bytes) {
         if (rows <= kTileRows) multiply_few(at.x, at.stride, at.w, at.tiles, sums);
-        else multiply_block(at.x, at.stride, at.w, at.tiles, true, sums, nothing, none);
+        else multiply_block(at.x, at.stride, at.w, at.tiles, true, sums, nothing, none, nullptr, 0);
         finish(a, sums, p, row, rows);
     }
 }
@@ -154,6 +157,7 @@ void multiply_blocks(const Matmul& a, long p0, long p1, long r0, long r1) {
     const long next = smaller(p0 + a.next_panels, panels), next_end = smaller(p1 + a.next_panels, panels);
     Ahead ahead{at.w + (next - p0) * at.panel_bytes, (next_end - next) * at.panel_bytes / 64,
                 ceil_div(kPanelTileBytes / 64 * kBlockRows, r1 - r0)};
+    const long size = a.out_dtype == kFloat32 ? 4 : 2, wide = a.weight.paired ? kHalfPanel : kPanel;
     Unfinished before{a};
     float* sums = thread_scratch((p1 - p0) * kBlockSums);
     configure(kTileRows, kTileRows);
@@ -162,9 +166,11 @@ void multiply_blocks(const Matmul& a, long p0, long p1, long r0, long r1) {
             const long begin = at.tiles * part / parts, end = at.tiles * (part + 1) / parts;
             const char* x = at.x + (row - r0) * at.stride + begin * 64;
             const char* w = at.w + begin * kPanelTileBytes;
-            float* block = sums;
-            for (long p = p0; p < p1; p++, w += at.panel_bytes, block += kBlockSums) {
-                multiply_block(x, at.stride, w, end - begin, part == 0, block, ahead, before);
+            for (long p = p0; p < p1; p++, w += at.panel_bytes) {
+                float* block = sums + (parts > 1 ? p - p0 : 0) * kBlockSums;
+                const char* out = static_cast<const char*>(a.out) + (row * a.out_stride + p * wide) * size;
+                multiply_block(x, at.stride, w, end - begin, part == 0, block, ahead, before,
+                               part == parts - 1 ? out : nullptr, a.out_stride * size);
                 if (part == parts - 1) {
                     before.sums = block;
                     before.panel = p;

@@ -85,21 +85,8 @@ static inline Vec exp(Vec x) {
     return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), vanishes, zero());
 }
 
-// e^x to 3e-6, far closer than a bfloat16 keeps it; 0 as above.
-static inline Vec coarse_exp(Vec x) {
-    const __mmask16 counts = _mm512_cmp_ps_mask(x, set1(-87.33f), _CMP_NLT_UQ);
-    x = mul(x, set1(1.44269504f));
-    const Vec n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const Vec r = sub(x, n);
-    Vec p = set1(9.570101453e-3f);
-    p = fma(p, r, set1(5.591786028e-2f));
-    p = fma(p, r, set1(2.402474484e-1f));
-    p = fma(p, r, set1(6.931218147e-1f));
-    p = fma(p, r, set1(9.999992614e-1f));
-    return _mm512_maskz_scalef_ps(counts, p, n);
-}
-
-// 2^x to 3e-6 where `counts` has a bit, else 0. For x up to 0; what would be less than a normal number is the least of them.
+// 2^x to 3e-6, far closer than a bfloat16 keeps it, where `counts` has a bit, else 0. What would be less than a normal number
+// is the least of them.
 static inline Vec coarse_exp2(Vec x, __mmask16 counts) {
     x = max(set1(-126.0f), x);    // in this order a NaN stays one
     const Vec r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);    // x less its floor
@@ -109,6 +96,10 @@ static inline Vec coarse_exp2(Vec x, __mmask16 counts) {
     p = fma(p, r, set1(6.930038333e-1f));
     p = fma(p, r, set1(1.000002623f));
     return _mm512_maskz_scalef_ps(counts, p, x);    // times 2 to the floor of x
+}
+// e^x alike; 0 below the range of normal numbers.
+static inline Vec coarse_exp(Vec x) {
+    return coarse_exp2(mul(x, set1(1.44269504f)), _mm512_cmp_ps_mask(x, set1(-87.33f), _CMP_NLT_UQ));
 }
 
 #else
@@ -186,6 +177,10 @@ static inline Vec exp(Vec x) {
 static inline Vec coarse_exp(Vec x) { return exp(x); }
 
 #endif
+
+// e^x as exactly as a type keeps it.
+static inline Vec exp_as(const float*, Vec x) { return exp(x); }
+static inline Vec exp_as(const bf16*, Vec x) { return coarse_exp(x); }
 
 constexpr long kPanelVecs = kPanel / kWidth;    // vectors across a panel, or across 32 head dimensions
 constexpr long kGroupVecs = kGroup / kWidth;    // vectors across a group of tokens, or a half panel

@@ -17,10 +17,6 @@ struct Seen {
     bool from_start;
 };
 
-// e^x as exactly as a type of probabilities keeps it.
-static inline Vec exp_as(const float*, Vec x) { return exp(x); }
-static inline Vec exp_as(const bf16*, Vec x) { return coarse_exp(x); }
-
 // Scores of one row to probabilities relative to the row's maximum. The scales (or null) are those of each column's key, and
 // of its value.
 template <class P>
