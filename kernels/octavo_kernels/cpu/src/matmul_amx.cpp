@@ -13,8 +13,10 @@ constexpr long kTileBytes = 1024;
 constexpr long kPanelTileBytes = 2 * kTileBytes;    // both halves of a panel, 32 values of k
 constexpr long kBlockRows = 2 * kTileRows;
 constexpr long kBlockSums = kBlockRows * kPanel;
-// While rows are few, the weights stream from memory: how far ahead of use they are asked for.
-constexpr long kPrefetchBytes = 2048;
+// While rows are few, the weights stream from memory: how far ahead of their use they are asked for. Memory then goes on
+// while a panel is finished. To the L2 cache, since the L1 cache has few requests on their way, which the tiles' own would
+// wait for.
+constexpr long kPrefetchBytes = 8192;
 // A block of many rows is multiplied part after part of k: its part of x stays in the L1 cache while the panels of the task
 // pass, which are loaded past that cache.
 constexpr long kPartTiles = 18;
@@ -27,7 +29,7 @@ constexpr long kTaskRowBytes = 800 << 10;
 inline void prefetch_tiles(const char* w) {
 #pragma GCC unroll 32
     for (int line = 0; line < kPanelTileBytes / 64; line++)
-        _mm_prefetch(w + kPrefetchBytes + line * 64, _MM_HINT_T0);
+        _mm_prefetch(w + kPrefetchBytes + line * 64, _MM_HINT_T1);
 }
 
 // Tiles 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 the two halves of a panel.

@@ -12,6 +12,7 @@ namespace {
 
 constexpr long kAttentionRows = 96;    // query rows (tokens times heads a KV head) of one attention task
 constexpr long kRunsPerThread = 8;        // of attention tasks: they differ more in their time
+constexpr long kScatteredPerTask = 1 << 11;    // keys and values to write, most pairs of them to a cache line of their own
 constexpr size_t kPartialFloats = size_t(16) << 20;    // partial results of attention kept at once
 
 thread_local std::vector<float> wide;        // x as float32
@@ -176,7 +177,7 @@ void run(const Rotary& a, long threads) {
 
 void run(const WriteKV& a, long threads) {
     const long size = 2 * a.kv_heads * a.cache.dim;
-    parallel(a.tokens, kElementsPerTask / size, threads, [&a](long t0, long t1) { active->write_kv(a, t0, t1); });
+    parallel(a.tokens, kScatteredPerTask / size, threads, [&a](long t0, long t1) { active->write_kv(a, t0, t1); });
 }
 
 void run(Attention a, long threads) {

@@ -9,14 +9,15 @@ namespace octavo {
 extern const Kernels* active;
 
 constexpr long kTasksPerThread = 4;           // so that a thread that is held up leaves the rest to others
-constexpr long kElementsPerTask = 1 << 15;    // of element-wise work: some microseconds
+constexpr long kElementsPerTask = 1 << 13;    // of element-wise work: a few microseconds
 
-// body(begin, end) over [0, count), in pieces of at least `grain`.
+// body(begin, end) over [0, count), in pieces of about `grain`, as many for each thread.
 template <class Body>
 static void parallel(long count, long grain, long threads, const Body& body) {
-    const long most = threads > 1 ? threads * kTasksPerThread : 1;
-    const long pieces = smaller(ceil_div(count, larger(grain, 1)), most);
-    if (pieces <= 1) return body(0, count);
+    const long most = smaller(count, threads > 1 ? threads * kTasksPerThread : 1);
+    const long wanted = ceil_div(count, larger(grain, 1));
+    if (wanted <= 1 || most <= 1) return body(0, count);
+    const long pieces = smaller(round_up(wanted, threads), most);
     struct Job {
         const Body& body;
         long count, pieces;
