@@ -68,7 +68,7 @@ class Sampler:
         """
         ruled = [i for i, spec in enumerate(specs) if spec.rules is not None]
         random = [i for i, spec in enumerate(specs) if spec.temperature > 0]
-        settings = _settings(specs, random)
+        settings = _settings(specs, random) if random else {}
         drawn = self._draw(logits, {i: each for i, each in settings.items() if specs[i].rules is None})
         shown = [i for i, spec in enumerate(specs) if spec.logprobs is not None]
         tokens, rows = self._look(drawn, logits, sorted({*ruled, *shown}))
@@ -107,8 +107,7 @@ class Sampler:
     def _look(self, drawn: Tensor, logits: Tensor, needed: Sequence[int]) -> tuple[list[int], dict[int, Row]]:
         """What was drawn, and the rows that are looked at beyond it, in host memory."""
         if self._read is None:
-            rows = logits.numpy()
-            return drawn.tolist(), {i: rows[i] for i in needed}
+            return drawn.tolist(), {i: logits[i].numpy() for i in needed}
         kept = [torch.stack([logits[i] for i in needed])] if needed else []
         tokens, *copied = self._read(drawn, *kept)()
         return tokens.tolist(), dict(zip(needed, copied[0], strict=True)) if needed else {}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
-import numpy as np
 import torch
 
 from octavo.core.plan import Row, RowResult, StepPlan, StepResult
@@ -59,7 +59,7 @@ class ModelRunner:
 
     def _run_rows(self, rows: Sequence[Row]) -> list[RowResult]:
         hidden = self.forward(rows)
-        ends = np.cumsum([len(row.token_ids) + len(row.drafts) for row in rows]).tolist()
+        ends = list(accumulate(len(row.token_ids) + len(row.drafts) for row in rows))
         draws = [list(draws_of(row, end)) for row, end in zip(rows, ends, strict=True)]
         drawn = iter(self._drawer.draw(hidden, [draw for each in draws for draw in each]))
         results = []
