@@ -30,8 +30,8 @@ FLAGS = [
 ]
 # GCC 12 takes the undefined source of a fully masked intrinsic, in its own headers, for an oversight.
 FLAGS += ["-Wall", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-BASELINE = ["api", "candidates", "dispatch", "operations", "pack", "program", "quantised_pack", "scratch"]
-BASELINE += ["thread_pool"]
+BASELINE = ["api", "attention_plan", "candidates", "dispatch", "operations", "pack", "program"]
+BASELINE += ["quantised_pack", "scratch", "thread_pool"]
 OPERATIONS = ["attention", "cache", "matmul", "norm", "peak", "quantised", "rotary", "sampling", "table"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16"]

@@ -160,13 +160,16 @@ def decode_batch(
     sequences: int,
     block_size: int = BLOCK_SIZE,
     order: Callable[[int], Tensor] = torch.randperm,
+    shared: int = 0,
 ) -> AttentionBatch:
-    """Sequences of one length, their blocks scattered."""
+    """Sequences of one length, their blocks scattered; the first ``shared`` tokens are in the same ones."""
     blocks = -(-context // block_size) * sequences
+    tables = order(blocks).int().view(sequences, -1)
+    tables[:, : shared // block_size] = tables[0, : shared // block_size].clone()
     return AttentionBatch(
         query_start=torch.arange(sequences + 1, dtype=torch.int32) * queries,
         seq_lens=torch.full((sequences,), context, dtype=torch.int32),
-        block_tables=order(blocks).int().view(sequences, -1),
+        block_tables=tables,
         block_size=block_size,
         max_query_len=queries,
     )
@@ -201,22 +204,23 @@ def scores(queries: int, context: int) -> float:
 def attention(ops: Ops, layers: int, rounds: int) -> None:
     limits = Limits()
     print(f"attention of {layers} layers")
-    for queries, context, sequences in (
-        (1, 256, 1),
-        (1, 2048, 1),
-        (1, 4096, 1),
-        (1, 512, 8),
-        (1, 4096, 8),
-        (1, 512, 32),
-        (512, 512, 1),
-        (512, 2048, 1),
+    for queries, context, sequences, shared in (
+        (1, 256, 1, 0),
+        (1, 2048, 1, 0),
+        (1, 4096, 1, 0),
+        (1, 512, 8, 0),
+        (1, 4096, 8, 0),
+        (1, 512, 32, 0),
+        (1, 816, 48, 768),
+        (512, 512, 1, 0),
+        (512, 2048, 1, 0),
     ):
-        batch = decode_batch(queries, context, sequences)
+        batch = decode_batch(queries, context, sequences, shared=shared)
         caches = caches_for(ops, batch, layers)
         q = torch.randn(sequences * queries, HEADS, HEAD_DIM).to(DTYPE)
         dense = [torch.randn(2, sequences, KV_HEADS, context, HEAD_DIM).to(DTYPE) for _ in range(layers)]
         mask = torch.ones(queries, context, dtype=torch.bool).tril(context - queries)
-        size = layers * dense[0].numel() * 2
+        size = layers * 2 * (context * sequences - shared * (sequences - 1)) * KV_HEADS * HEAD_DIM * 2
         needed = scores(queries, context) * sequences * layers
         (ours, torchs), reached = limits.medians(
             rounds,
@@ -226,8 +230,9 @@ def attention(ops: Ops, layers: int, rounds: int) -> None:
             partial(attend_torch, q.view(sequences, queries, HEADS, HEAD_DIM).transpose(1, 2), dense, mask),
         )
         print(
-            f"  {sequences:2} x {queries:3} queries, context {context:4}: {ours * 1e3:8.2f} ms;"
-            f" torch's time is {torchs / ours:5.2f} of it; {reached}"
+            f"  {sequences:2} x {queries:3} queries, context {context:4}"
+            + (f" ({shared} shared)" if shared else "")
+            + f": {ours * 1e3:8.2f} ms; torch's time is {torchs / ours:5.2f} of it; {reached}"
         )
 
 

@@ -131,6 +131,71 @@ def test_a_row_does_not_depend_on_its_chunk_or_its_batch(cpu, context, tail, oth
     assert torch.equal(together, cpu.paged_attention(q[tail - 1 : tail], cache, alone, 0.125, window)[0])
 
 
+@dataclass
+class Family:
+    """Sequences of which some begin with the same blocks as an earlier one."""
+
+    case: Case
+    parents: list[tuple[int, int]]
+    """Of each sequence: another one (itself: none), and how many of its first tokens are in its blocks."""
+    threads: int
+
+    def batch(self):
+        """The batch, and the number of blocks in it."""
+        batch, blocks = scattered_batch(self.case.rows, self.case.block_size)
+        for row, (parent, tokens) in enumerate(self.parents):
+            shared = min(tokens, self.case.rows[parent][1], self.case.rows[row][1]) // self.case.block_size
+            batch.block_tables[row, :shared] = batch.block_tables[parent, :shared]
+        return batch, blocks
+
+
+@st.composite
+def families(draw):
+    size = draw(st.integers(2, 20))
+    queries = st.sampled_from([1, 1, 1, 2, 5, 40])
+    lengths = st.integers(0, 200), st.sampled_from([255, 256, 384, 390])
+    rows = [(count := draw(queries), count + draw(st.one_of(*lengths))) for _ in range(size)]
+    dtype, stored = draw(st.sampled_from(DTYPES))
+    case = Case(
+        dtype=dtype,
+        stored=stored,
+        kv_heads=draw(st.integers(1, 3)),
+        share=draw(st.sampled_from([1, 3, 4, 8, 40])),
+        dim=draw(st.sampled_from([16, 64, 80])),
+        block_size=draw(st.sampled_from([1, 8, 16, 16, 24, 64])),
+        rows=rows,
+        window=draw(st.sampled_from([None, None, None, 150])),
+        softcap=draw(st.sampled_from([None, None, 30.0])),
+        seed=draw(st.integers(0, 999)),
+    )
+    tokens = st.sampled_from([100, 128, 200, 256, 300, 400])
+    parents = [(draw(st.integers(max(0, row - 3), row)), draw(tokens)) for row in range(size)]
+    return Family(case, parents, draw(st.sampled_from([1, 2, 5])))
+
+
+@settings(max_examples=80, deadline=None)
+@given(family=families())
+def test_a_row_does_not_depend_on_who_shares_its_prefix(cpu, family):
+    case = family.case
+    batch, blocks = family.batch()
+    q, _ = random_sequences(case)
+    k, v = torch.randn(2, blocks * case.block_size, case.kv_heads, case.dim).to(case.dtype)
+    cache = torch.zeros(cpu.kv_cache_shape(blocks, case.block_size, case.kv_heads, case.dim, case.stored))
+    cache = cache.to(case.stored)
+    cpu.write_kv(k, v, cache, torch.arange(len(k)), **case.scales)
+    options = {"scale": case.dim**-0.5, "window": case.window, "softcap": case.softcap, **case.scales}
+    cpu.set_num_threads(family.threads)
+    together = cpu.paged_attention(q, cache, batch, **options)
+    cpu.set_num_threads(2)
+    for row, (queries, _) in enumerate(case.rows):
+        mine = slice(int(batch.query_start[row]), int(batch.query_start[row + 1]))
+        starts, one = torch.tensor([0, queries], dtype=torch.int32), slice(row, row + 1)
+        alone = AttentionBatch(
+            starts, batch.seq_lens[one], batch.block_tables[one], batch.block_size, queries
+        )
+        assert torch.equal(together[mine], cpu.paged_attention(q[mine], cache, alone, **options))
+
+
 def test_what_lies_behind_the_end_of_a_sequence_does_not_matter(cpu):
     for dtype, stored in DTYPES:
         rows = [(1, 37), (20, 41), (1, 3)]

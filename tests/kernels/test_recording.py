@@ -102,6 +102,35 @@ def check_replay(layer, lengths, recorded_rows):
         assert torch.equal(result, wanted)
 
 
+@pytest.mark.parametrize("windows", [(None, None, 200, None), (200, None, None, 200)])
+def test_layers_of_several_kinds_share_what_is_planned_for_their_kind_alone(cpu, windows):
+    """Blocks that begin several contexts, in tables of two groups of layers, and in two steps."""
+    length, sequences, size = 300, 5, 16
+    blocks = -(-length // size)
+    k, v, q = torch.randn(3, sequences * blocks * size, 1, 32)
+    cache = torch.zeros(cpu.kv_cache_shape(sequences * blocks, size, 1, 32))
+    cpu.write_kv(k, v, cache, torch.arange(len(k)))
+    starts = torch.arange(sequences + 1, dtype=torch.int32)
+    lengths = torch.full((sequences,), length, dtype=torch.int32)
+    groups = torch.zeros(2, sequences, blocks, dtype=torch.int32)
+    results = torch.zeros(len(windows), sequences, 3, 32)
+
+    def layers():
+        for i, window in enumerate(windows):
+            batch = AttentionBatch(starts, lengths, groups[i // 2], size, 1)
+            cpu.paged_attention(q[: 3 * sequences].view(-1, 3, 32), cache, batch, 0.2, window, out=results[i])
+
+    replay = cpu.record(layers)
+    for shared in (17, 9):
+        groups[:] = torch.arange(sequences * blocks).view(sequences, blocks)
+        groups[0, :, :shared] = groups[0, 0, :shared]
+        groups[1, 1:4, :8] = groups[1, 2, :8]
+        layers()
+        expected = results.clone()
+        replay(sequences, sequences)
+        assert torch.equal(results, expected)
+
+
 def test_a_result_without_a_place_is_not_recorded_and_leaves_the_kernels_usable(cpu):
     x, w = torch.ones(2, 8), cpu.pack(torch.ones(4, 8), torch.float32)
     with pytest.raises(ValueError, match="needs a place"):

@@ -89,7 +89,8 @@ OCTAVO_API void octavo_attention(const void* q, long q_token, long q_head, void*
                                  float value_scale, long window, float softcap, int dtype, int stored) {
     const CacheLayout layout = layout_of(cache, kv_heads, block_size, token_elements, dim, dtype, stored);
     perform(Attention{q, out, q_token, q_head, out_token, out_head, layout, query_start, seq_lens, block_tables,
-                      table_stride, heads, kv_heads, scale, value_scale, window, softcap, sequences, 0, nullptr});
+                      table_stride, heads, kv_heads, scale, value_scale, window, softcap, sequences, 0, nullptr, nullptr, 0,
+                      nullptr});
 }
 
 // draws: null, or [rows] of Draw.

@@ -19,7 +19,7 @@ void merge(const Attention& a, const AttentionTask& task) {
     const long padded_rows = round_up(rows, kRowPad);
     float* at = thread_scratch(padded_rows * (2 + padded_dim));
     const Softmax running = carve(at, padded_rows, padded_dim);
-    clear(running, rows, padded_dim);
+    begin_rows(a, task, running);
     for (long chunk = task.chunk_begin; chunk < task.chunk_end; chunk++)
         merge_rows(partial_slot(a, task.partial + chunk - task.chunk_begin), running, rows, padded_dim);
     if (a.cache.dtype == kFloat32) write_rows<float>(a, task, running);

@@ -222,11 +222,34 @@ static inline void clear(const Softmax& s, long rows, long padded_dim) {
     for (long i = 0; i < rows * padded_dim; i++) s.values[i] = 0.0f;
 }
 
+// Copies rows of one to the other, from the first ones that these point to.
+static inline void copy_rows(const Softmax& from, const Softmax& to, long rows, long padded_dim) {
+    __builtin_memcpy(to.maximum, from.maximum, rows * sizeof(float));
+    __builtin_memcpy(to.sum, from.sum, rows * sizeof(float));
+    __builtin_memcpy(to.values, from.values, rows * padded_dim * sizeof(float));
+}
+
+// What the queries of a task have made of the blocks that they share with others.
+static inline Softmax prefix_rows(const Attention& a, const AttentionTask& task) {
+    const long share = a.heads / a.kv_heads, first = (task.kv_head * a.places + task.sharing) * share;
+    float* at = a.prefixes;
+    const Softmax all = carve(at, a.places * a.heads, a.cache.padded_dim);
+    return {all.maximum + first, all.sum + first, all.values + first * a.cache.padded_dim};
+}
+
+// What the rows of a task have before its first chunk: that of the blocks which an earlier stage attended to, if any.
+static inline void begin_rows(const Attention& a, const AttentionTask& task, const Softmax& running) {
+    const long rows = task.tokens * (a.heads / a.kv_heads);
+    if (task.sharing >= 0 && task.chunk_begin > 0) copy_rows(prefix_rows(a, task), running, rows, a.cache.padded_dim);
+    else clear(running, rows, a.cache.padded_dim);
+}
+
 template <class T>
 void write_rows(const Attention& a, const AttentionTask& task, const Softmax& result) {
     const long share = a.heads / a.kv_heads, dim = a.cache.dim;
+    if (task.prefix) return copy_rows(result, prefix_rows(a, task), task.tokens * share, a.cache.padded_dim);
     for (long r = 0; r < task.tokens * share; r++) {
-        const long token = a.query_start[task.sequence] + task.first + r / share;
+        const long token = query_row(a, task, r / share);
         T* out = static_cast<T*>(a.out) + token * a.out_token + (task.kv_head * share + r % share) * a.out_head;
         const float* values = result.values + r * a.cache.padded_dim;
         const Vec scale = set1(a.value_scale / result.sum[r]);
@@ -240,7 +263,7 @@ template <class T, class Query>
 void load_queries(const Attention& a, const AttentionTask& task, Query* to) {
     const long share = a.heads / a.kv_heads, dim = a.cache.dim, padded_dim = a.cache.padded_dim;
     for (long r = 0; r < task.tokens * share; r++, to += padded_dim) {
-        const long token = a.query_start[task.sequence] + task.first + r / share;
+        const long token = query_row(a, task, r / share);
         const T* q = static_cast<const T*>(a.q) + token * a.q_token + (task.kv_head * share + r % share) * a.q_head;
         long d = 0;
         for (; d + kWidth <= dim; d += kWidth) store(to + d, load(q + d));
@@ -282,7 +305,7 @@ void attend_tile(const Attention& a, const AttentionTask& task, bool first, cons
     tile.chunk = carve(at, padded_rows, c.padded_dim);
     tile.running = carve(at, padded_rows, c.padded_dim);
     load_queries<T>(a, task, reinterpret_cast<Query*>(tile.queries));
-    if (task.partial < 0) clear(tile.running, rows, c.padded_dim);
+    if (task.partial < 0) begin_rows(a, task, tile.running);
 
     for (long number = task.chunk_begin; number < task.chunk_end; number++) {
         const Chunk chunk(a, task, number);

@@ -159,16 +159,27 @@ struct Attention {
     long window;           // 0: none
     float softcap;         // 0: none
     long sequences;
-    long tile_tokens;      // queries of one sequence that one task takes
-    float* partials;       // [slot][rows up to a multiple of 16][2 + padded_dim], for tasks that share a sequence
+    long tile_tokens;      // the most queries of a task, for which a slot of partials has room
+    float* partials;       // [slot][rows up to a multiple of 16][2 + padded_dim], for tasks that are cut by their context
+    const int32_t* sharing;    // [places]: rows in q of the queries whose contexts may begin with the same blocks
+    long places;
+    float* prefixes;       // of these and what they share: maxima, sums, values, each [kv_heads][places][heads / kv_heads]
 };
 
-// The queries [first, first + tokens) of a sequence, all heads of one KV head: rows = tokens * (heads / kv_heads), and
-// the softmax blocks [chunk_begin, chunk_end) of their context.
+// Some queries, all heads of one KV head: rows = tokens * (heads / kv_heads), and the softmax blocks [chunk_begin, chunk_end)
+// of their context. They are [first, first + tokens) of a sequence, or stand at [sharing, sharing + tokens) and read this
+// sequence's blocks.
 struct AttentionTask {
     int32_t sequence, kv_head, first, tokens, chunk_begin, chunk_end;
-    int32_t partial;       // first slot of partials, one per chunk; -1: write the result itself
+    int32_t partial;       // first slot of partials, one per chunk; -1: merge the chunks itself
+    int32_t sharing;       // place of its first query; -1: it shares nothing
+    bool prefix;           // of several contexts: what it makes is kept for the tasks that go on from there
 };
+
+// Of a task's i-th query: its row in q.
+static inline long query_row(const Attention& a, const AttentionTask& task, long i) {
+    return task.sharing < 0 ? a.query_start[task.sequence] + task.first + i : a.sharing[task.sharing + i];
+}
 
 // The range of softmax blocks that the queries of a task see.
 static inline void chunk_range(const Attention& a, AttentionTask& task) {

@@ -10,8 +10,7 @@ const Kernels* active = nullptr;
 
 namespace {
 
-constexpr long kAttentionRows = 96;    // query rows (tokens times heads a KV head) of one attention task
-constexpr long kRunsPerThread = 8;        // of attention tasks: they differ more in their time
+constexpr long kRunsPerThread = 8;    // of attention tasks: they differ more in their time
 constexpr long kScatteredPerTask = 1 << 11;    // keys and values to write, most pairs of them to a cache line of their own
 constexpr size_t kPartialFloats = size_t(16) << 20;    // partial results of attention kept at once
 
@@ -19,7 +18,7 @@ thread_local std::vector<float> wide;        // x as float32
 thread_local std::vector<bf16> narrow;       // x with k rounded up
 thread_local std::vector<QuantGroup> groups;    // x quantised
 thread_local std::vector<float> partials;
-thread_local std::vector<AttentionTask> tasks;
+thread_local std::vector<float> prefixes;
 thread_local std::vector<long> run_starts;    // in the tasks, and their end
 
 // Bring x into the form that the kernel wants.
@@ -47,21 +46,6 @@ void prepare_x(Matmul& a, long threads) {
         for (long r = 0; r < m; r++) memcpy(&narrow[r * whole], x + r * stride, k * sizeof(bf16));
         a.x = narrow.data();
         a.x_stride = whole;
-    }
-}
-
-// Tiles of queries by KV heads; where these are too few to occupy the threads, also pieces of the context.
-void plan_attention(const Attention& a, std::vector<AttentionTask>& plan) {
-    plan.clear();
-    for (long s = 0; s < a.sequences; s++) {
-        const long length = a.query_start[s + 1] - a.query_start[s];
-        for (long first = 0; first < length; first += a.tile_tokens)
-            for (long head = 0; head < a.kv_heads; head++) {
-                AttentionTask task{int32_t(s), int32_t(head), int32_t(first),
-                                   int32_t(smaller(a.tile_tokens, length - first)), 0, 0, -1};
-                chunk_range(a, task);
-                plan.push_back(task);
-            }
     }
 }
 
@@ -97,9 +81,11 @@ void attend_tasks(const Attention& a, const std::vector<AttentionTask>& plan, lo
         &job);
 }
 
-// In rounds, so that what the chunks of long contexts leave behind stays within bounds. A piece is a run of chunks, as each
-// asks for the keys of the next one ahead.
+// Where tasks are too few to occupy the threads: also cut by their context. In rounds, so that what the chunks of long contexts
+// leave behind stays within bounds. A piece is a run of chunks, as each asks for the keys of the next one ahead.
 void attend_split(Attention& a, const std::vector<AttentionTask>& whole, long threads) {
+    a.tile_tokens = 1;    // so many have room in a slot
+    for (const AttentionTask& task : whole) a.tile_tokens = larger(a.tile_tokens, task.tokens);
     const size_t slot = round_up(a.tile_tokens * (a.heads / a.kv_heads), 16) * (2 + a.cache.padded_dim);
     std::vector<AttentionTask> merged, pieces;
     long total = 0;
@@ -126,7 +112,9 @@ void attend_split(Attention& a, const std::vector<AttentionTask>& whole, long th
         if (partials.size() < slots * slot) partials.resize(slots * slot);
         a.partials = partials.data();
         attend_tasks(a, pieces, threads);
-        for (const AttentionTask& task : merged) active->merge(a, task);
+        parallel(long(merged.size()), 1, threads, [&](long i0, long i1) {
+            for (long i = i0; i < i1; i++) active->merge(a, merged[i]);
+        });
     }
 }
 
@@ -180,13 +168,20 @@ void run(const WriteKV& a, long threads) {
     parallel(a.tokens, kScatteredPerTask / size, threads, [&a](long t0, long t1) { active->write_kv(a, t0, t1); });
 }
 
-void run(Attention a, long threads) {
-    long longest = 1;    // of the queries: a decode step's tiles, and its partial results, are of one token
-    for (long s = 0; s < a.sequences; s++) longest = larger(longest, a.query_start[s + 1] - a.query_start[s]);
-    a.tile_tokens = larger(1, smaller(longest, kAttentionRows / (a.heads / a.kv_heads)));
-    plan_attention(a, tasks);
-    if (threads > 1 && long(tasks.size()) < threads * kTasksPerThread) attend_split(a, tasks, threads);
-    else attend_tasks(a, tasks, threads);
+void run(const Attention& a, long threads) { run(a, plan_attention(a), threads); }
+
+void run(Attention a, const AttentionPlan& plan, long threads) {
+    a.sharing = plan.sharing.data();
+    a.places = long(plan.sharing.size());
+    if (plan.stages.size() > 1) {
+        const size_t floats = a.places * a.heads * (2 + a.cache.padded_dim);
+        if (prefixes.size() < floats) prefixes.resize(floats);
+        a.prefixes = prefixes.data();
+    }
+    for (const std::vector<AttentionTask>& stage : plan.stages) {
+        if (threads > 1 && long(stage.size()) < threads * kTasksPerThread) attend_split(a, stage, threads);
+        else attend_tasks(a, stage, threads);
+    }
 }
 
 }  // namespace octavo

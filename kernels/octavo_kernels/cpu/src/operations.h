@@ -1,6 +1,7 @@
 // Each operation on the threads of the pool, by the kernels of the instruction set that was chosen.
 #pragma once
 
+#include "attention_plan.h"
 #include "kernels.h"
 #include "thread_pool.h"
 
@@ -41,6 +42,7 @@ void run(Matmul, long threads);
 void run(const Norm&, long threads);
 void run(const Rotary&, long threads);
 void run(const WriteKV&, long threads);
-void run(Attention, long threads);
+void run(const Attention&, long threads);
+void run(Attention, const AttentionPlan&, long threads);
 
 }  // namespace octavo

@@ -113,14 +113,18 @@ void perform(const Operation& operation) {
 }
 
 void replay(const Program& program, long tokens, long sequences) {
+    AttentionPlan plan;
+    const Attention* planned = nullptr;
     for (Steps at = program.begin(); at != program.end();) {
         const Steps attention = std::find_if(at, program.end(), is_attention);
         run_chain(at, attention, tokens);
         at = attention;
         if (at == program.end()) break;
-        Attention a = std::get<Attention>(*at++);
+        Attention a = std::get<Attention>(*at);
         a.sequences = sequences;
-        run(a, pool_threads());
+        if (!planned || !planned_alike(*planned, a)) plan = plan_attention(a);
+        planned = &std::get<Attention>(*at++);
+        run(a, plan, pool_threads());
     }
 }
 
