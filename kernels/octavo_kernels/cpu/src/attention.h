@@ -44,6 +44,7 @@ struct Tile {
     float* probabilities;      // as the policy's Query type, same shape; may be scores
     Softmax chunk, running;
     T* spare;                  // keys and values of kChunkGroups groups, where they cannot be read in place
+    T* joined;                 // room for the values of a chunk, one group after the other
     uint8_t* bytes;            // room for a group of an 8-bit cache
     float *key_scales, *value_scales;    // of each token of the chunk, in int8; else null
 };
@@ -278,6 +279,32 @@ static inline Softmax partial_slot(const Attention& a, long slot) {
     return carve(at, rows, a.cache.padded_dim);
 }
 
+// Scores of a tile's rows to probabilities, asking for the next keys meanwhile.
+template <class T, class Query>
+void softmax_rows(const Attention& a, const Chunk& chunk, const Tile<T>& tile) {
+    const long share = a.heads / a.kv_heads, columns = tile.groups * kGroup;
+    const long start = chunk.begin / kChunk * kChunk;
+    const Scaling by{a.scale, a.softcap, tile.key_scales, tile.value_scales};
+    const auto seen_by = [&](long own) {
+        const long lowest = a.window > 0 ? own - a.window + 1 : 0;
+        return Seen{larger(0, lowest - chunk.begin), smaller(own + 1 - chunk.begin, columns), lowest <= start};
+    };
+    float *maximum = tile.chunk.maximum, *sum = tile.chunk.sum;
+    for (long r = 0, own = chunk.position; r < tile.rows; own++) {
+        const Seen seen = seen_by(own);
+        for (const long end = r + share; r < end; r++) maximum[r] = row_top<Query>(tile.scores + r * kChunk, seen, by);
+    }
+    Query* out = reinterpret_cast<Query*>(tile.probabilities);
+    const long early = tile.early_groups(), whole = round_up(columns, 2 * kGroup);    // products take two groups at once
+    for (long r = 0, own = chunk.position, asked = 0; r < tile.rows; own++) {
+        const Seen seen = seen_by(own);
+        for (const long end = r + share; r < end; r++) {
+            for (; asked * tile.rows < early * (r + 1); asked++) ask(tile.next_keys[asked], a.cache.group_elements());
+            row_probabilities(tile.scores + r * kChunk, whole, seen, by, out + r * kChunk, maximum[r], sum[r]);
+        }
+    }
+}
+
 // Attend to one task: whether it is the first of its run, and which one follows (null: none).
 template <class T, class Products>
 void attend_tile(const Attention& a, const AttentionTask& task, bool first, const AttentionTask* following) {
@@ -286,7 +313,8 @@ void attend_tile(const Attention& a, const AttentionTask& task, bool first, cons
     const long share = a.heads / a.kv_heads, rows = task.tokens * share, padded_rows = round_up(rows, kRowPad);
     const long spare = kChunkGroups * 2 * c.group_elements() * sizeof(T) / sizeof(float);
     const long bytes = 2 * c.group_elements() / sizeof(float);
-    float* at = thread_scratch(padded_rows * (3 * c.padded_dim + 2 * kChunk + 4) + spare + bytes + 2 * kChunk);
+    float* at = thread_scratch(padded_rows * (3 * c.padded_dim + 2 * kChunk + 4) + spare + spare / 2 + bytes +
+                               2 * kChunk);
     Tile<T> tile;
     tile.rows = rows;
     tile.dim = c.dim;
@@ -297,6 +325,8 @@ void attend_tile(const Attention& a, const AttentionTask& task, bool first, cons
     at = tile.probabilities + padded_rows * kChunk;
     tile.spare = reinterpret_cast<T*>(at);
     at += spare;
+    tile.joined = reinterpret_cast<T*>(at);
+    at += spare / 2;
     tile.bytes = reinterpret_cast<uint8_t*>(at);
     at += bytes;
     tile.key_scales = c.stored == kInt8 ? at : nullptr;
@@ -316,18 +346,7 @@ void attend_tile(const Attention& a, const AttentionTask& task, bool first, cons
         tile.unasked = first && number == task.chunk_begin;
         if (task.partial >= 0) tile.chunk = partial_slot(a, task.partial + number - task.chunk_begin);
         Products::score(tile);
-        const long columns = tile.groups * kGroup;
-        Query* probabilities = reinterpret_cast<Query*>(tile.probabilities);
-        const long early = tile.early_groups();
-        for (long r = 0, asked = 0, own = chunk.position; r < rows; own++)
-            for (long end = r + share; r < end; r++) {
-                for (; asked * rows < early * (r + 1); asked++) ask(tile.next_keys[asked], c.group_elements());
-                const long lowest = a.window > 0 ? own - a.window + 1 : 0;
-                const Seen seen{larger(0, lowest - chunk.begin), smaller(own + 1 - chunk.begin, columns),
-                                lowest <= number * kChunk};
-                softmax_row(tile.scores + r * kChunk, columns, seen, a.scale, a.softcap, tile.key_scales,
-                            tile.value_scales, probabilities + r * kChunk, tile.chunk.maximum[r], tile.chunk.sum[r]);
-            }
+        softmax_rows<T, Query>(a, chunk, tile);
         Products::weigh(tile);
         if (task.partial < 0) merge_rows(tile.chunk, tile.running, rows, c.padded_dim);
     }

@@ -23,16 +23,24 @@ void store_sums(float* upper, float* lower, long columns, bool both) {
     _tile_stored(3, lower + 16, columns * 4);
 }
 
+// Tiles 4 and 5 hold rows of pairs, 6 and 7 columns of as many.
+void configure(long rows, long pairs) {
+    TileConfig config;
+    const long few = smaller(16, rows);    // a product takes as long as it has rows
+    for (int i : {0, 1}) config.set(i, few, 64);
+    for (int i : {2, 3}) config.set(i, 16, 64);
+    config.set(4, few, pairs * 4);
+    config.set(5, 16, pairs * 4);
+    for (int i : {6, 7}) config.set(i, pairs, 64);
+    config.load();
+}
+
 struct TileProducts {
     using Query = bf16;
 
     // Sums: 16 rows by 16 tokens; queries: 16 rows by 32 dimensions; keys: 16 pairs of dimensions by 16 tokens.
     static void score(const Tile<bf16>& t) {
-        TileConfig config;
-        const long few = smaller(16, t.rows);    // a product takes as long as it has rows
-        for (int i : {0, 1, 4}) config.set(i, few, 64);
-        for (int i : {2, 3, 5, 6, 7}) config.set(i, 16, 64);
-        config.load();
+        configure(t.rows, 16);
         const bf16* queries = reinterpret_cast<const bf16*>(t.queries);
         for (long row = 0; row < t.rows; row += 32) {
             const bool both = row + 16 < t.rows;
@@ -65,29 +73,35 @@ struct TileProducts {
         }
     }
 
-    // Sums: 16 rows by 16 dimensions; probabilities: 16 rows by 16 tokens; values: 8 pairs of tokens by 16 dimensions.
+    // The values of two groups fill a tile, but lie apart in the cache.
+    static void join_values(const Tile<bf16>& t) {
+        const long count = kGroup * t.padded_dim;
+        for (long g = 0; g < t.groups; g++) {
+            if (g >= t.early_groups()) ask(t.next_keys[g], count);
+            __builtin_memcpy(t.joined + g * count, t.values[g], count * sizeof(bf16));
+        }
+        if (t.groups % 2) __builtin_memset(t.joined + t.groups * count, 0, count * sizeof(bf16));
+    }
+
+    // Sums: 16 rows by 16 dimensions; probabilities: 16 rows by 32 tokens; values: 16 pairs of tokens by 16 dimensions, loaded
+    // past the L1 cache. Few rows do not pay for joining two groups, and take 16 tokens. Pairs are summed in the same order.
     static void weigh(const Tile<bf16>& t) {
-        TileConfig config;
-        const long few = smaller(16, t.rows);
-        for (int i : {0, 1}) config.set(i, few, 64);
-        for (int i : {2, 3}) config.set(i, 16, 64);
-        config.set(4, few, 32);
-        config.set(5, 16, 32);
-        for (int i : {6, 7}) config.set(i, 8, 64);
-        config.load();
+        const bool few = t.rows <= 16;
+        if (few) configure(t.rows, 8);
+        else join_values(t);
         const bf16* probabilities = reinterpret_cast<const bf16*>(t.probabilities);
         for (long row = 0; row < t.rows; row += 32) {
             const bool both = row + 16 < t.rows;
             for (long d = 0; d < t.padded_dim; d += 32) {
                 clear_sums();
-                for (long g = 0; g < t.groups; g++) {
-                    if (row == 0 && g >= t.early_groups()) ask(t.next_keys[g] + d * kGroup, 32 * kGroup);
+                for (long g = 0; g < t.groups; g += few ? 1 : 2) {
+                    if (few && g >= t.early_groups()) ask(t.next_keys[g] + d * kGroup, 32 * kGroup);
                     const bf16* upper = probabilities + row * kChunk + g * kGroup;
-                    const bf16* values = t.values[g] + 2 * d;
+                    const bf16* values = (few ? t.values[g] : t.joined + g * kGroup * t.padded_dim) + 2 * d;
                     _tile_loadd(4, upper, kChunk * 2);
-                    _tile_loadd(6, values, t.padded_dim * 4);
+                    _tile_stream_loadd(6, values, t.padded_dim * 4);
                     _tile_dpbf16ps(0, 4, 6);
-                    _tile_loadd(7, values + 32, t.padded_dim * 4);
+                    _tile_stream_loadd(7, values + 32, t.padded_dim * 4);
                     _tile_dpbf16ps(1, 4, 7);
                     if (!both) continue;
                     _tile_loadd(5, upper + 16 * kChunk, kChunk * 2);
@@ -98,7 +112,6 @@ struct TileProducts {
                 store_sums(out, out + 16 * t.padded_dim, t.padded_dim, both);
             }
         }
-        _tile_release();
     }
 };
 
@@ -107,6 +120,7 @@ struct TileProducts {
 void tile_attend(const Attention& a, const AttentionTask* tasks, long count) {
     if (a.cache.dtype != kBFloat16) return attend(a, tasks, count);
     attend_tiles<bf16, TileProducts>(a, tasks, count);
+    _tile_release();
 }
 
 }  // namespace amx

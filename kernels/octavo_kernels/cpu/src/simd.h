@@ -52,6 +52,9 @@ static inline Vec load(const bf16* p) {
 static inline void store(bf16* p, Vec v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
 }
+static inline void store_both(bf16* p, Vec first, Vec second) {    // in the time of one
+    _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+}
 // Of pairs of bfloat16, the first of each, or the second.
 static inline Vec load_first(const bf16* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
 static inline Vec load_second(const bf16* p) {

@@ -17,87 +17,128 @@ struct Seen {
     bool from_start;
 };
 
-// Scores of one row to probabilities relative to the row's maximum. The scales (or null) are those of each column's key, and
-// of its value.
-template <class P>
-static void softmax_any_row(float* scores, long columns, Seen seen, float scale, float softcap, const float* key_scales,
-                            const float* value_scales, P* out, float& maximum, float& sum_out) {
-    const long begin = seen.begin, end = seen.end;
-    const bool none = begin >= end;
-    const long first = none ? columns : begin / kWidth * kWidth, last = none ? columns : round_up(end, kWidth);
-    for (long i = 0; i < first; i++) out[i] = P{};
-    for (long i = last; i < columns; i++) out[i] = P{};
-    maximum = kMinusInfinity;
-    sum_out = 0.0f;
-    if (none) return;
-    if (key_scales)
-        for (long i = first; i < last; i += kWidth) store(scores + i, mul(load(scores + i), load(key_scales + i)));
-    if (softcap > 0.0f) {
-        const Vec inner = set1(scale / softcap), cap = set1(softcap);
+// What scores are multiplied by, their cap (0: none), and the scales (or null) of each column's key, and of its value.
+struct Scaling {
+    float scale, softcap;
+    const float *keys, *values;
+};
+
+// A row takes two passes, each over all rows of a tile: the first finds the largest of its scores, the second makes
+// probabilities relative to it. So the second does not begin, row after row, by waiting for what the first ends with.
+
+static inline float any_row_top(float* scores, Seen seen, const Scaling& by) {
+    const long begin = seen.begin, end = seen.end, first = begin / kWidth * kWidth, last = round_up(end, kWidth);
+    if (begin >= end) return kMinusInfinity;
+    if (by.keys)
+        for (long i = first; i < last; i += kWidth) store(scores + i, mul(load(scores + i), load(by.keys + i)));
+    if (by.softcap > 0.0f) {
+        const Vec inner = set1(by.scale / by.softcap), cap = set1(by.softcap);
         for (long i = first; i < last; i += kWidth) store(scores + i, mul(tanh(mul(load(scores + i), inner)), cap));
-        scale = 1.0f;
     }
     for (long i = first; i < begin; i++) scores[i] = kMinusInfinity;
     for (long i = end; i < last; i++) scores[i] = kMinusInfinity;
     Vec top = load(scores + first);
     for (long i = first + kWidth; i < last; i += kWidth) top = max(top, load(scores + i));
-    maximum = largest(top) * scale;
+    return largest(top);
+}
+
+template <class P>
+static void any_row(const float* scores, long columns, Seen seen, const Scaling& by, P* out, float& maximum, float& sum_out) {
+    const bool none = seen.begin >= seen.end;
+    const long first = none ? columns : seen.begin / kWidth * kWidth, last = none ? columns : round_up(seen.end, kWidth);
+    for (long i = 0; i < first; i++) out[i] = P{};
+    for (long i = last; i < columns; i++) out[i] = P{};
+    sum_out = 0.0f;
+    if (none) return;
+    const float scale = by.softcap > 0.0f ? 1.0f : by.scale;
+    maximum *= scale;
     const Vec factor = set1(scale), shift = set1(-maximum);
     Vec total = zero();
     for (long i = first; i < last; i += kWidth) {
         const Vec p = exp_as(out, fma(load(scores + i), factor, shift));
         total = add(total, p);
-        store(out + i, value_scales ? mul(p, load(value_scales + i)) : p);
+        store(out + i, by.values ? mul(p, load(by.values + i)) : p);
     }
     sum_out = sum(total);
 }
 
 #if defined(__AVX512F__)
-// The same of a row that sees columns [0, end), which lie in N vectors, with no scales: the scores stay in registers.
+// The same of a row that sees columns [0, end), which lie in N vectors, with no scales or cap.
 template <int N>
-static inline void softmax_vectors(const float* scores, long end, float scale, bf16* out, float& maximum, float& sum_out) {
-    const __mmask16 last = __mmask16(0xffff >> (N * kWidth - end));
-    Vec x[N];
-    for (int i = 0; i < N; i++) x[i] = load(scores + i * kWidth);
-    x[N - 1] = _mm512_mask_mov_ps(set1(kMinusInfinity), last, x[N - 1]);
-    Vec tops[2] = {x[0], x[N - 1]};
-    for (int i = 1; i < N - 1; i++) tops[i % 2] = max(tops[i % 2], x[i]);
-    const float top = largest(max(tops[0], tops[1]));
-    maximum = top * scale;
-    const float doublings = scale * 1.44269504f;    // e^x is 2 to the power of x times this
-    const Vec factor = set1(doublings), shift = set1(-top * doublings);
-    Vec totals[2] = {zero(), zero()};
-    for (int i = 0; i < N; i++) {
-        const Vec p = coarse_exp2(fma(x[i], factor, shift), i == N - 1 ? last : __mmask16(0xffff));
-        totals[i % 2] = add(totals[i % 2], p);
-        store(out + i * kWidth, p);
-    }
-    sum_out = sum(add(totals[0], totals[1]));
-}
+struct VectorRow {
+    static __mmask16 last(long end) { return __mmask16(0xffff >> (N * kWidth - end)); }
 
+    static float top(const float* scores, long end) {
+        const Vec tail = _mm512_mask_mov_ps(set1(kMinusInfinity), last(end), load(scores + (N - 1) * kWidth));
+        Vec tops[2] = {N > 1 ? load(scores) : tail, tail};
+        for (int i = 1; i < N - 1; i++) tops[i % 2] = max(tops[i % 2], load(scores + i * kWidth));
+        return largest(max(tops[0], tops[1]));
+    }
+
+    static void probabilities(const float* scores, long end, float scale, bf16* out, float& maximum, float& sum_out) {
+        const float doublings = scale * 1.44269504f;    // e^x is 2 to the power of x times this
+        const Vec factor = set1(doublings), shift = set1(-maximum * doublings);
+        maximum *= scale;
+        Vec totals[2] = {zero(), zero()}, even = zero();
+        for (int i = 0; i < N; i++) {
+            const __mmask16 counts = i == N - 1 ? last(end) : __mmask16(0xffff);
+            const Vec p = coarse_exp2(fma(load(scores + i * kWidth), factor, shift), counts);
+            totals[i % 2] = add(totals[i % 2], p);
+            if (i % 2) store_both(out + (i - 1) * kWidth, even, p);
+            else if (i == N - 1) store(out + i * kWidth, p);
+            even = p;
+        }
+        sum_out = sum(add(totals[0], totals[1]));
+    }
+};
+
+// VectorRow<N> of as many vectors as hold columns [0, end).
 template <int... N>
-static inline void softmax_by_vectors(const float* scores, long end, float scale, bf16* out, float& maximum, float& sum_out,
-                                      std::integer_sequence<int, N...>) {
-    using Row = void (*)(const float*, long, float, bf16*, float&, float&);
-    static constexpr Row kRows[] = {softmax_vectors<N + 1>...};
+static inline float vectors_top(const float* scores, long end, std::integer_sequence<int, N...>) {
+    static constexpr decltype(&VectorRow<1>::top) kRows[] = {VectorRow<N + 1>::top...};
+    return kRows[(end - 1) / kWidth](scores, end);
+}
+template <int... N>
+static inline void vectors_row(const float* scores, long end, float scale, bf16* out, float& maximum, float& sum_out,
+                               std::integer_sequence<int, N...>) {
+    static constexpr decltype(&VectorRow<1>::probabilities) kRows[] = {VectorRow<N + 1>::probabilities...};
     kRows[(end - 1) / kWidth](scores, end, scale, out, maximum, sum_out);
 }
+using ChunkVectors = std::make_integer_sequence<int, kChunk / kWidth>;
 #endif
 
-// Which of the two a row takes is the same whatever rows share its tile.
+// Whether VectorRow serves: the same whatever rows share its tile.
 template <class P>
-static inline void softmax_row(float* scores, long columns, Seen seen, float scale, float softcap, const float* key_scales,
-                               const float* value_scales, P* out, float& maximum, float& sum_out) {
+static inline bool by_vectors(Seen seen, const Scaling& by) {
+#if defined(__AVX512F__)
+    return sizeof(P) == sizeof(bf16) && seen.from_start && seen.end > 0 && by.softcap == 0.0f && !by.keys;
+#else
+    return false;
+#endif
+}
+
+// The first pass over a row of scores: the largest, not yet scaled.
+template <class P>
+static inline float row_top(float* scores, Seen seen, const Scaling& by) {
+#if defined(__AVX512F__)
+    if (by_vectors<P>(seen, by)) return vectors_top(scores, seen.end, ChunkVectors());
+#endif
+    return any_row_top(scores, seen, by);
+}
+
+// The second: to probabilities relative to the maximum, which comes as row_top found it and is scaled here.
+template <class P>
+static inline void row_probabilities(const float* scores, long columns, Seen seen, const Scaling& by, P* out, float& maximum,
+                                     float& sum_out) {
 #if defined(__AVX512F__)
     if constexpr (sizeof(P) == sizeof(bf16))
-        if (seen.from_start && seen.end > 0 && softcap == 0.0f && !key_scales) {
-            softmax_by_vectors(scores, seen.end, scale, out, maximum, sum_out,
-                               std::make_integer_sequence<int, kChunk / kWidth>());
+        if (by_vectors<P>(seen, by)) {
+            vectors_row(scores, seen.end, by.scale, out, maximum, sum_out, ChunkVectors());
             for (long i = round_up(seen.end, kWidth); i < columns; i += kWidth) store(out + i, zero());
             return;
         }
 #endif
-    softmax_any_row(scores, columns, seen, scale, softcap, key_scales, value_scales, out, maximum, sum_out);
+    any_row(scores, columns, seen, by, out, maximum, sum_out);
 }
 
 }  // namespace OCTAVO_ISA
