@@ -233,7 +233,8 @@ class EngineClient:
         once no part is missing. ``InvalidRequest`` for an unknown one.
         """
         missing = bool(await self.admin("wake_up", tags=list(tags)))
-        self.sleep_level = self.sleep_level if missing else 0
+        if not missing:
+            self.sleep_level = 0
         self.stand(sleeping=missing, asleep=missing)
 
     async def rest(self) -> None:
