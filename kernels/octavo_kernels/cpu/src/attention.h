@@ -44,7 +44,6 @@ struct Tile {
     float* probabilities;      // as the policy's Query type, same shape; may be scores
     Softmax chunk, running;
     T* spare;                  // keys and values of kChunkGroups groups, where they cannot be read in place
-    T* joined;                 // room for the values of a chunk, one group after the other
     uint8_t* bytes;            // room for a group of an 8-bit cache
     float *key_scales, *value_scales;    // of each token of the chunk, in int8; else null
 };
@@ -295,12 +294,12 @@ void softmax_rows(const Attention& a, const Chunk& chunk, const Tile<T>& tile) {
         for (const long end = r + share; r < end; r++) maximum[r] = row_top<Query>(tile.scores + r * kChunk, seen, by);
     }
     Query* out = reinterpret_cast<Query*>(tile.probabilities);
-    const long early = tile.early_groups(), whole = round_up(columns, 2 * kGroup);    // products take two groups at once
+    const long early = tile.early_groups();
     for (long r = 0, own = chunk.position, asked = 0; r < tile.rows; own++) {
         const Seen seen = seen_by(own);
         for (const long end = r + share; r < end; r++) {
             for (; asked * tile.rows < early * (r + 1); asked++) ask(tile.next_keys[asked], a.cache.group_elements());
-            row_probabilities(tile.scores + r * kChunk, whole, seen, by, out + r * kChunk, maximum[r], sum[r]);
+            row_probabilities(tile.scores + r * kChunk, columns, seen, by, out + r * kChunk, maximum[r], sum[r]);
         }
     }
 }
@@ -313,8 +312,7 @@ void attend_tile(const Attention& a, const AttentionTask& task, bool first, cons
     const long share = a.heads / a.kv_heads, rows = task.tokens * share, padded_rows = round_up(rows, kRowPad);
     const long spare = kChunkGroups * 2 * c.group_elements() * sizeof(T) / sizeof(float);
     const long bytes = 2 * c.group_elements() / sizeof(float);
-    float* at = thread_scratch(padded_rows * (3 * c.padded_dim + 2 * kChunk + 4) + spare + spare / 2 + bytes +
-                               2 * kChunk);
+    float* at = thread_scratch(padded_rows * (3 * c.padded_dim + 2 * kChunk + 4) + spare + bytes + 2 * kChunk);
     Tile<T> tile;
     tile.rows = rows;
     tile.dim = c.dim;
@@ -325,8 +323,6 @@ void attend_tile(const Attention& a, const AttentionTask& task, bool first, cons
     at = tile.probabilities + padded_rows * kChunk;
     tile.spare = reinterpret_cast<T*>(at);
     at += spare;
-    tile.joined = reinterpret_cast<T*>(at);
-    at += spare / 2;
     tile.bytes = reinterpret_cast<uint8_t*>(at);
     at += bytes;
     tile.key_scales = c.stored == kInt8 ? at : nullptr;

@@ -73,31 +73,20 @@ struct TileProducts {
         }
     }
 
-    // The values of two groups fill a tile, but lie apart in the cache.
-    static void join_values(const Tile<bf16>& t) {
-        const long count = kGroup * t.padded_dim;
-        for (long g = 0; g < t.groups; g++) {
-            if (g >= t.early_groups()) ask(t.next_keys[g], count);
-            __builtin_memcpy(t.joined + g * count, t.values[g], count * sizeof(bf16));
-        }
-        if (t.groups % 2) __builtin_memset(t.joined + t.groups * count, 0, count * sizeof(bf16));
-    }
-
-    // Sums: 16 rows by 16 dimensions; probabilities: 16 rows by 32 tokens; values: 16 pairs of tokens by 16 dimensions, loaded
-    // past the L1 cache. Few rows do not pay for joining two groups, and take 16 tokens. Pairs are summed in the same order.
+    // Sums: 16 rows by 16 dimensions; probabilities: 16 rows by 16 tokens; values: 8 pairs of tokens by 16 dimensions, loaded past
+    // the L1 cache. Never two groups at once, though many rows would pay for laying them side by side: a product of 16 pairs is not,
+    // bit for bit, two of 8.
     static void weigh(const Tile<bf16>& t) {
-        const bool few = t.rows <= 16;
-        if (few) configure(t.rows, 8);
-        else join_values(t);
+        configure(t.rows, 8);
         const bf16* probabilities = reinterpret_cast<const bf16*>(t.probabilities);
         for (long row = 0; row < t.rows; row += 32) {
             const bool both = row + 16 < t.rows;
             for (long d = 0; d < t.padded_dim; d += 32) {
                 clear_sums();
-                for (long g = 0; g < t.groups; g += few ? 1 : 2) {
-                    if (few && g >= t.early_groups()) ask(t.next_keys[g] + d * kGroup, 32 * kGroup);
+                for (long g = 0; g < t.groups; g++) {
+                    if (row == 0 && g >= t.early_groups()) ask(t.next_keys[g] + d * kGroup, 32 * kGroup);
                     const bf16* upper = probabilities + row * kChunk + g * kGroup;
-                    const bf16* values = (few ? t.values[g] : t.joined + g * kGroup * t.padded_dim) + 2 * d;
+                    const bf16* values = t.values[g] + 2 * d;
                     _tile_loadd(4, upper, kChunk * 2);
                     _tile_stream_loadd(6, values, t.padded_dim * 4);
                     _tile_dpbf16ps(0, 4, 6);

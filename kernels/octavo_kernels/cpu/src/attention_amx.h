@@ -5,7 +5,7 @@
 namespace octavo {
 namespace amx {
 
-// Attention on AMX tiles; few rows and float32 go to the vector registers.
+// Attention on AMX tiles; float32 goes to the vector registers.
 void tile_attend(const Attention& a, const AttentionTask* tasks, long count);
 
 }  // namespace amx
