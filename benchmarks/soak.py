@@ -10,7 +10,8 @@ enough that sequences are preempted. At the end there must be
 - no leak: nothing running, nothing waiting, no block held, and memory that has not grown;
 - nothing stuck: every request ended within two minutes;
 - the right end for each: 200 with a finish reason for every choice, 429 with Retry-After where the queue is
-  full or a deadline cannot be met, and for each wrong request its own status;
+  full or a deadline cannot be met (or, where the engine was amid a long step, that refusal as all that a
+  stream holds), and for each wrong request its own status;
 - no fault in the log, and exit status 0 after SIGTERM.
 """
 
@@ -58,6 +59,7 @@ SCHEMA = {
     "required": ["count", "kind"],
     "additionalProperties": False,
 }
+REFUSALS = ("rate_limit_exceeded", "deadline_exceeded")  # codes of a 429
 WRONG: tuple[tuple[dict[str, Any], int], ...] = (
     ({"temperature": 9}, 400),
     ({"max_tokens": 0}, 400),
@@ -205,9 +207,9 @@ class Clients:
             if not ask.body.get("stream"):
                 texts, reasons = _whole(await response.json(), "chat" in ask.path)
             else:
-                texts, reasons, left = await self._read(ask, response)
-                if left:
-                    return "left", 0.0
+                texts, reasons, outcome = await self._read(ask, response)
+                if outcome:
+                    return outcome, 0.0
         self._judge(ask, texts, reasons)
         return reasons[0] if len(set(reasons.values())) == 1 else "mixed", 0.0
 
@@ -217,10 +219,11 @@ class Clients:
 
     async def _read(
         self, ask: Ask, response: aiohttp.ClientResponse
-    ) -> tuple[dict[int, str], dict[int, str], bool]:
+    ) -> tuple[dict[int, str], dict[int, str], str]:
+        """Texts and finish reasons, and the outcome where it is another: "left", or "late" for a refusal."""
         texts: dict[int, str] = defaultdict(str)
         reasons: dict[int, str] = {}
-        done = False
+        done, outcome = False, ""
         async for event in _events(response):
             if ask.pause_s:
                 await asyncio.sleep(ask.pause_s)
@@ -230,6 +233,9 @@ class Clients:
                 done = True
                 continue
             data = json.loads(event)
+            if "error" in data and data["error"]["code"] in REFUSALS and not any(texts.values()):
+                outcome = "late"
+                continue
             if "error" in data:
                 raise ValueError(f"an error in the stream: {data['error']}")
             for choice in data["choices"]:
@@ -243,10 +249,10 @@ class Clients:
                 ask.leave_after -= 1
                 if not ask.leave_after:
                     response.close()
-                    return texts, reasons, True
+                    return texts, reasons, "left"
         if not done:
             raise ValueError("the stream ended without [DONE]")
-        return texts, reasons, False
+        return texts, reasons, outcome
 
     def _judge(self, ask: Ask, texts: dict[int, str], reasons: dict[int, str]) -> None:
         wanted = set(range(ask.body.get("n", 1)))
