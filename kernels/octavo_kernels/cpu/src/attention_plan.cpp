@@ -36,7 +36,7 @@ class Planner {
   private:
     void add_sequence(long s) {
         const long queries = a.query_start[s + 1] - a.query_start[s], chunks = (a.seq_lens[s] - queries) / kChunk;
-        if (queries < tile && chunks > 0 && a.window == 0)
+        if (queries > 0 && queries < tile && chunks > 0 && a.window == 0)
             sharers.push_back({a.block_tables + s * a.table_stride, s, queries, chunks,
                                ceil_div(chunks * kChunk, a.cache.block_size), own.size(), 0, 0});
         for (long first = 0; first < queries; first += tile)
