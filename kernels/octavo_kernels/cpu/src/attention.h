@@ -100,7 +100,7 @@ static inline void gather_scales(const Attention& a, const AttentionTask& task, 
 // The tokens [begin, end) of one chunk that the queries of a task see; begin is a multiple of kGroup.
 struct Chunk {
     const AttentionTask* task;
-    long position;             // of the first query
+    long position;             // of the first query; in a prefix all queries see the whole chunk, wherever they stand
     long begin, end;
 
     Chunk(const Attention& a, const AttentionTask& of, long chunk) : task(&of) {
@@ -222,7 +222,7 @@ static inline void clear(const Softmax& s, long rows, long padded_dim) {
     for (long i = 0; i < rows * padded_dim; i++) s.values[i] = 0.0f;
 }
 
-// Copies rows of one to the other, from the first ones that these point to.
+// Copies the first `rows` of one to the other.
 static inline void copy_rows(const Softmax& from, const Softmax& to, long rows, long padded_dim) {
     __builtin_memcpy(to.maximum, from.maximum, rows * sizeof(float));
     __builtin_memcpy(to.sum, from.sum, rows * sizeof(float));
@@ -237,7 +237,7 @@ static inline Softmax prefix_rows(const Attention& a, const AttentionTask& task)
     return {all.maximum + first, all.sum + first, all.values + first * a.cache.padded_dim};
 }
 
-// What the rows of a task have before its first chunk: that of the blocks which an earlier stage attended to, if any.
+// What the rows of a task have before its first chunk: what an earlier stage of the plan has made, or nothing.
 static inline void begin_rows(const Attention& a, const AttentionTask& task, const Softmax& running) {
     const long rows = task.tokens * (a.heads / a.kv_heads);
     if (task.sharing >= 0 && task.chunk_begin > 0) copy_rows(prefix_rows(a, task), running, rows, a.cache.padded_dim);

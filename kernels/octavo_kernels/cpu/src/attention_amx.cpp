@@ -73,9 +73,9 @@ struct TileProducts {
         }
     }
 
-    // Sums: 16 rows by 16 dimensions; probabilities: 16 rows by 16 tokens; values: 8 pairs of tokens by 16 dimensions, loaded past
-    // the L1 cache. Never two groups at once, though many rows would pay for laying them side by side: a product of 16 pairs is not,
-    // bit for bit, two of 8.
+    // Sums: 16 rows by 16 dimensions; probabilities: 16 rows by 16 tokens; values: 8 pairs of tokens by 16 dimensions, loaded
+    // past the L1 cache. Never two groups at once, though many rows would pay for laying them side by side: a product of 16
+    // pairs is not, bit for bit, two of 8.
     static void weigh(const Tile<bf16>& t) {
         configure(t.rows, 8);
         const bf16* probabilities = reinterpret_cast<const bf16*>(t.probabilities);

@@ -163,7 +163,7 @@ struct Attention {
     float* partials;       // [slot][rows up to a multiple of 16][2 + padded_dim], for tasks that are cut by their context
     const int32_t* sharing;    // [places]: rows in q of the queries whose contexts may begin with the same blocks
     long places;
-    float* prefixes;       // of these and what they share: maxima, sums, values, each [kv_heads][places][heads / kv_heads]
+    float* prefixes;       // what they made of shared blocks: maxima, sums, values, each [kv_heads][places][heads / kv_heads]
 };
 
 // Some queries, all heads of one KV head: rows = tokens * (heads / kv_heads), and the softmax blocks [chunk_begin, chunk_end)

@@ -13,9 +13,9 @@ constexpr long kTileBytes = 1024;
 constexpr long kPanelTileBytes = 2 * kTileBytes;    // both halves of a panel, 32 values of k
 constexpr long kBlockRows = 2 * kTileRows;
 constexpr long kBlockSums = kBlockRows * kPanel;
-// While rows are few, the weights stream from memory: how far ahead of their use they are asked for. Memory then goes on
-// while a panel is finished. To the L2 cache, since the L1 cache has few requests on their way, which the tiles' own would
-// wait for.
+// While rows are few, the weights stream from memory: how far ahead of their use they are asked for, so that memory is at
+// work while a panel is finished too. To the L2 cache: the L1 cache keeps few requests under way, and the tiles' own loads
+// would wait behind these.
 constexpr long kPrefetchBytes = 8192;
 // A block of many rows is multiplied part after part of k: its part of x stays in the L1 cache while the panels of the task
 // pass, which are loaded past that cache.
@@ -161,7 +161,7 @@ void multiply_blocks(const Matmul& a, long p0, long p1, long r0, long r1) {
                 ceil_div(kPanelTileBytes / 64 * kBlockRows, r1 - r0)};
     const long size = a.out_dtype == kFloat32 ? 4 : 2, wide = a.weight.paired ? kHalfPanel : kPanel;
     Unfinished before{a};
-    float* sums = thread_scratch((p1 - p0) * kBlockSums);
+    float* sums = thread_scratch((parts > 1 ? p1 - p0 : 1) * kBlockSums);
     configure(kTileRows, kTileRows);
     for (long row = r0; row < r1; row += kBlockRows)
         for (long part = 0; part < parts; part++) {
@@ -169,6 +169,8 @@ void multiply_blocks(const Matmul& a, long p0, long p1, long r0, long r1) {
             const char* x = at.x + (row - r0) * at.stride + begin * 64;
             const char* w = at.w + begin * kPanelTileBytes;
             for (long p = p0; p < p1; p++, w += at.panel_bytes) {
+                // Sums that wait for the next part have a place for each panel. Others share one: the sums before them are
+                // finished by the time that they are stored.
                 float* block = sums + (parts > 1 ? p - p0 : 0) * kBlockSums;
                 const char* out = static_cast<const char*>(a.out) + (row * a.out_stride + p * wide) * size;
                 multiply_block(x, at.stride, w, end - begin, part == 0, block, ahead, before,

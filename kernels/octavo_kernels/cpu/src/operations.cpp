@@ -11,7 +11,7 @@ const Kernels* active = nullptr;
 namespace {
 
 constexpr long kRunsPerThread = 8;    // of attention tasks: they differ more in their time
-constexpr long kScatteredPerTask = 1 << 11;    // keys and values to write, most pairs of them to a cache line of their own
+constexpr long kScatteredPerTask = 1 << 11;    // numbers to write; those of a key go to a cache line each, or two to one
 constexpr size_t kPartialFloats = size_t(16) << 20;    // partial results of attention kept at once
 
 thread_local std::vector<float> wide;        // x as float32

@@ -120,10 +120,11 @@ void replay(const Program& program, long tokens, long sequences) {
         run_chain(at, attention, tokens);
         at = attention;
         if (at == program.end()) break;
-        Attention a = std::get<Attention>(*at);
+        const Attention& recorded = std::get<Attention>(*at++);
+        Attention a = recorded;
         a.sequences = sequences;
-        if (!planned || !planned_alike(*planned, a)) plan = plan_attention(a);
-        planned = &std::get<Attention>(*at++);
+        if (!planned || !planned_alike(*planned, recorded)) plan = plan_attention(a);
+        planned = &recorded;
         run(a, plan, pool_threads());
     }
 }

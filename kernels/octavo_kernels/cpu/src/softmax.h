@@ -23,8 +23,8 @@ struct Scaling {
     const float *keys, *values;
 };
 
-// A row takes two passes, each over all rows of a tile: the first finds the largest of its scores, the second makes
-// probabilities relative to it. So the second does not begin, row after row, by waiting for what the first ends with.
+// A tile's rows take two passes: the first finds the largest score of every row, the second makes probabilities relative to
+// it. Row by row, the probabilities would have to wait for the end of the search each time.
 
 static inline float any_row_top(float* scores, Seen seen, const Scaling& by) {
     const long begin = seen.begin, end = seen.end, first = begin / kWidth * kWidth, last = round_up(end, kWidth);
@@ -105,17 +105,13 @@ static inline void vectors_row(const float* scores, long end, float scale, bf16*
     kRows[(end - 1) / kWidth](scores, end, scale, out, maximum, sum_out);
 }
 using ChunkVectors = std::make_integer_sequence<int, kChunk / kWidth>;
-#endif
 
-// Whether VectorRow serves: the same whatever rows share its tile.
+// Whether VectorRow serves a row: the same whatever rows share its tile.
 template <class P>
 static inline bool by_vectors(Seen seen, const Scaling& by) {
-#if defined(__AVX512F__)
     return sizeof(P) == sizeof(bf16) && seen.from_start && seen.end > 0 && by.softcap == 0.0f && !by.keys;
-#else
-    return false;
-#endif
 }
+#endif
 
 // The first pass over a row of scores: the largest, not yet scaled.
 template <class P>
