@@ -170,17 +170,14 @@ class Proxy:
         model = body.get("model")
         if model is None and len({e.names for e in served.values()}) == 1:
             return next(iter(served))
-        if served and (not isinstance(model, str) or not model):
-            known = ", ".join(sorted(served))
+        if isinstance(model, str) and self._fleet.knows(model):
+            return model
+        if not served:
+            raise Unavailable(f"no engine is up yet: {self._fleet.not_ready()}")
+        known = ", ".join(sorted(served))
+        if not isinstance(model, str) or not model:
             raise MissingModel(f"model is {model!r}: name the model to use, here: {known}", param="model")
-        if not isinstance(model, str) or not self._fleet.knows(model):
-            if not served:
-                raise Unavailable(f"no engine is up yet: {self._fleet.not_ready()}")
-            raise ModelNotFound(
-                f"model {model!r} is not served here: choose one of {', '.join(sorted(served))}",
-                param="model",
-            )
-        return model
+        raise ModelNotFound(f"model {model!r} is not served here: choose one of {known}", param="model")
 
     # --- naming the prefix ----------------------------------------------------------------------------------
 
