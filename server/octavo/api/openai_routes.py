@@ -33,8 +33,7 @@ def openai_routes(service: Service) -> APIRouter:
 
     @routes.api_route("/v1/models/{name:path}", methods=READ)
     async def model(name: str) -> Response:
-        service.model_named(name)
-        return json_response(_model(service, name))
+        return json_response(_model(service, service.model_named(name)))
 
     @routes.post("/v1/completions")
     async def completions(request: Request) -> Any:

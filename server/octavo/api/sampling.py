@@ -91,12 +91,11 @@ def _response_format(fields: Fields) -> tuple[StructuredOutputs | None, str]:
         raise InvalidRequest(
             f"response_format.type is {kind!r:.100}: it must be {allowed}", param="response_format"
         )
-    if kind == "json_object":  # some servers take a schema beside it
+    if kind == "json_object" and asked.get("schema") is None:
+        return StructuredOutputs(json_object=True), "response_format"
+    held, where = asked.get("json_schema"), "response_format.json_schema.schema"
+    if kind == "json_object":  # clients of some servers put the schema beside it
         held, where = asked, "response_format.schema"
-        if asked.get("schema") is None:
-            return StructuredOutputs(json_object=True), "response_format"
-    else:
-        held, where = asked.get("json_schema"), "response_format.json_schema.schema"
     schema = held.get("schema") if isinstance(held, dict) else None
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{where} is {schema!r:.100}: it must be a JSON schema", param="response_format")

@@ -139,7 +139,7 @@ class Service:
         return self.renderer, self.engine.info
 
     def model_named(self, name: str | None) -> str:
-        """``name``, or the first name where a request has none. Raises ``ModelNotFound`` for another."""
+        """``name``, or the first one here where a request has none. Raises ``ModelNotFound`` for another."""
         if name is None:
             return self.config.model_names[0]
         if name not in self.config.model_names:

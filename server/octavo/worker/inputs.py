@@ -95,9 +95,8 @@ class StepInputs:
         for group in self._groups:
             changed.append(self._fill_tables(rows, group))
             if longest == 1:
-                blocks = [row.block_tables[group][row.start // size] for row in rows]
                 self._slots[group][:total] = [
-                    block * size + start % size for block, start in zip(blocks, starts, strict=True)
+                    row.block_tables[group][row.start // size] * size + row.start % size for row in rows
                 ]
             else:
                 self._slots[group][:total] = self._tables[group][row_of, block] * size + offset

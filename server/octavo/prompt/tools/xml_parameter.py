@@ -26,7 +26,10 @@ def xml_value(reader: Reader, types: set[str], left: set[str], argue: Callable[[
     parts: list[str] = []
 
     def take(text: str) -> None:
-        parts.append(text) if others else argue(_within_string(text))
+        if others:
+            parts.append(text)
+        else:
+            argue(_within_string(text))
 
     if not others:
         argue('"')
