@@ -1,4 +1,4 @@
-"""uvicorn's HTTP on one connection, as servers and the router want it where uvicorn leaves things open."""
+"""uvicorn's HTTP on one connection, as engines and the router want it where uvicorn leaves things open."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unread = 0
         self._expect_no_head()
         super().on_headers_complete()
-        if self.scope["http_version"] == "1.0":  # the cycle is made by uvicorn, and has not begun
+        if self.scope["http_version"] == "1.0":  # uvicorn made the cycle, of its own class; it has not begun
             self.cycle.__class__ = _UntilClosed
 
     def on_body(self, body: bytes) -> None:
