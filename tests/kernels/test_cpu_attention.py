@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from attention_cases import scattered_batch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octavo_kernels import AttentionBatch
@@ -173,8 +173,17 @@ def families(draw):
     return Family(case, parents, draw(st.sampled_from([1, 2, 5])))
 
 
+NESTED = Family(
+    Case(torch.bfloat16, torch.bfloat16, 1, 40, 16, 16, [(1, 385)] * 5, None, None, 0),
+    [(0, 0), (0, 384), (1, 384), (0, 128), (3, 256)],
+    threads=2,
+)
+"""A prefix of more sequences than a tile has queries, and two longer ones of some of them."""
+
+
 @settings(max_examples=80, deadline=None)
 @given(family=families())
+@example(family=NESTED)
 def test_a_row_does_not_depend_on_who_shares_its_prefix(cpu, family):
     case = family.case
     batch, blocks = family.batch()
