@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _thread
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -135,7 +135,15 @@ def test_a_step_that_fails_on_its_thread_is_raised_to_the_caller_and_the_engine_
     assert [o.token_ids for o in last] == [[7]] and engine.stats().kv_usage == 0
 
 
-def test_an_interrupt_while_a_step_runs_on_its_thread_loses_nothing(core, request_of):
+@pytest.fixture
+def interruptible():
+    """The keyboard's signal raises, though a shell that began the tests in its background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_while_a_step_runs_on_its_thread_loses_nothing(core, request_of, interruptible):
     """The keyboard interrupts the one who waits, not the step."""
     executor = Executor()
     engine = core(executor, async_scheduling=True)
@@ -144,7 +152,7 @@ def test_an_interrupt_while_a_step_runs_on_its_thread_loses_nothing(core, reques
     def interrupt(plan):
         executor.execute = run
         waits.wait(10)
-        _thread.interrupt_main()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         interrupted.wait(10)
         return run(plan)
 
