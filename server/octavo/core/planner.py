@@ -103,7 +103,7 @@ class Planner:
         budget = StepBudget(
             settings.max_num_batched_tokens - sum(row.end - row.start for row in self.rows),
             decodes,
-            prefills + min(QUEUE_TURNS, len(self.waiting), max(0, seats)),
+            prefills + self._queue_turns(seats),
             self.threshold,
             settings.enable_chunked_prefill,
         )
@@ -234,6 +234,10 @@ class Planner:
                 self._prefilling.append(group)
                 self._plan_group(group, left, budget, early)
 
+    def _queue_turns(self, seats: int) -> int:
+        """As how many prompts those that wait for so many free seats count."""
+        return max(0, min(QUEUE_TURNS, len(self.waiting), seats))
+
     def _enter(self, group: Group, budget: StepBudget, seats: int) -> bool:
         lead, free = group.lead, 0
         if self.running:
@@ -244,8 +248,7 @@ class Planner:
             return not group.swapped
         self.kv.name_blocks(lead)
         hit = self.kv.find_prefix(lead)
-        turns = min(QUEUE_TURNS, len(self.waiting), seats)
-        count = budget.prefill(lead.num_tokens - hit.num_tokens, turns)
+        count = budget.prefill(lead.num_tokens - hit.num_tokens, self._queue_turns(seats))
         if not count:
             return False
         end = hit.num_tokens + count
