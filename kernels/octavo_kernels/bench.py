@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -27,12 +26,12 @@ from torch import Tensor
 
 from octavo_kernels import AttentionBatch, DrawSettings, KernelsUnavailable, Ops, PackedWeight, load
 from octavo_kernels.cpu.library import open_library, usable_cpus
+from octavo_kernels.memory import aligned_zeros
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 576, 9, 3, 64, 1536, 49152
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 SCALE = HEAD_DIM**-0.5
 BLOCK_SIZE = 16
-CACHE_LINE = 64
 DTYPE = torch.bfloat16
 HEAD_ROWS = 32
 """A prefill computes logits of one row a sequence, so the head sees at most so many."""
@@ -176,13 +175,9 @@ def decode_batch(
 
 
 def caches_for(ops: Ops, batch: AttentionBatch, layers: int) -> list[Tensor]:
-    """In one piece of memory, large and aligned as an engine's: numpy asks for huge pages there."""
+    """In one piece of memory, large and aligned as an engine's."""
     shape = (layers, *ops.kv_cache_shape(batch.block_tables.numel(), batch.block_size, KV_HEADS, HEAD_DIM))
-    size = math.prod(shape) * DTYPE.itemsize
-    memory = np.zeros(size + CACHE_LINE, np.uint8)
-    start = -memory.ctypes.data % CACHE_LINE
-    caches = torch.from_numpy(memory[start : start + size]).view(DTYPE).view(shape)
-    return [layer.copy_(torch.randn(shape[1:])) for layer in caches]
+    return [layer.copy_(torch.randn(shape[1:])) for layer in aligned_zeros(shape, DTYPE)]
 
 
 def attend(ops: Ops, q: Tensor, caches: list[Tensor], batch: AttentionBatch, out: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from octavo.core.kv_layout import KVSpec, blocks_needed
 from octavo.errors import ConfigError
 from octavo.layers.batch import ActivationShape
-from octavo.worker.pages import CACHE_LINE, page_bytes, zeroed
+from octavo.worker.pages import page_bytes, zeroed
 from octavo.worker.sizing import (
     CacheSize,
     capped,
@@ -20,6 +20,7 @@ from octavo.worker.sizing import (
 )
 from octavo.worker.sizing import size_cache as size_of
 from octavo_kernels import load
+from octavo_kernels.memory import CACHE_LINE
 
 GIB = 1 << 30
 FULL = (KVSpec(),)

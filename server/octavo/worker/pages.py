@@ -6,15 +6,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.layers.batch import ActivationShape
 from octavo_kernels import Ops
-
-CACHE_LINE = 64
-"""Bytes, of x86-64."""
+from octavo_kernels.memory import aligned_zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +51,7 @@ def page_bytes(ops: Ops, shape: ActivationShape, block_size: int, dtype: torch.d
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU from calloc, so that pages take memory only once blocks in them are used.
-
-    They begin with a line of the CPU's cache, and numpy's memory does not: each load would touch two.
-    """
+    """Zeros; on a CPU they take memory only once blocks in them are used."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(size + CACHE_LINE, np.uint8)
-    start = -memory.ctypes.data % CACHE_LINE
-    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
+    return aligned_zeros(shape, dtype)
