@@ -233,11 +233,11 @@ class Clients:
                 done = True
                 continue
             data = json.loads(event)
-            if "error" in data and data["error"]["code"] in REFUSALS and not any(texts.values()):
+            if "error" in data:
+                if data["error"]["code"] not in REFUSALS or any(texts.values()):
+                    raise ValueError(f"an error in the stream: {data['error']}")
                 outcome = "late"
                 continue
-            if "error" in data:
-                raise ValueError(f"an error in the stream: {data['error']}")
             for choice in data["choices"]:
                 index = choice["index"]
                 if index in reasons:
