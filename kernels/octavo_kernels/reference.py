@@ -13,6 +13,8 @@ from octavo_kernels.quantised import QuantisedWeight, quantise_activations, stac
 
 _ROWS_DRAWN = 16
 """Rows drawn from together: with a vocabulary of 262,144 a tensor of theirs in float64 takes 32 MiB."""
+_ROWS_DRAWN_ON_GPU = 64
+"""There so many keep it busy: each group of rows takes some thirty launches."""
 
 
 class ReferenceOps:
@@ -143,7 +145,7 @@ class ReferenceOps:
                 y[queries] = 0
                 continue
             blocks = batch.block_tables[row, : -(-seq_len // batch.block_size)].long()
-            pages = cache[blocks]
+            pages = as_bytes(cache)[blocks].view(cache.dtype)
             if cache.dtype == torch.int8:
                 pages, scales = int8_pages(pages, q.shape[-1])
                 pages = pages * scales[..., None]
@@ -156,9 +158,9 @@ class ReferenceOps:
         peaks, tokens = logits.max(dim=1)
         if draws is not None:
             random = draws[:, 0].nonzero()[:, 0]
-            for rows in random.split(_ROWS_DRAWN):
+            for rows in random.split(_ROWS_DRAWN if logits.is_cpu else _ROWS_DRAWN_ON_GPU):
                 own = draws[rows]
-                rows = rows.to(logits.device)
+                rows = _sent(rows, logits.device)
                 tokens[rows] = _draw(logits[rows], peaks[rows, None], own)
         return torch.where(peaks.isfinite(), tokens, -1)
 
@@ -167,7 +169,7 @@ def _draw(logits: Tensor, peaks: Tensor, draws: Tensor) -> Tensor:
     """A random token for each row: logits [R, V], peaks [R, 1], draws [R, 5] on the CPU -> [R]."""
     vocabulary = logits.shape[1]
     cut = bool(((draws[:, 1] > 0) | (draws[:, 2] < 1)).any())
-    temperature, top_k, top_p, min_p, number = draws.to(logits.device).split(1, dim=1)
+    temperature, top_k, top_p, min_p, number = _sent(draws, logits.device).split(1, dim=1)
     weights = ((logits - peaks) * temperature.reciprocal().float()).exp()
     weights = weights.masked_fill(weights < min_p.float(), 0).double()
     if cut:
@@ -184,6 +186,11 @@ def _draw(logits: Tensor, peaks: Tensor, draws: Tensor) -> Tensor:
     drawn = torch.searchsorted(mass, number * total, right=True)
     last = torch.searchsorted(mass, total)
     return torch.minimum(drawn, last)[:, 0]
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """x of the CPU, on ``device``: from page-locked memory, or the host would wait for the device's work."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def int8_pages(cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from octavo_kernels import AttentionBatch, load
+from octavo_kernels import AttentionBatch, DrawSettings, load
 
 
 def paged(ops, k, v, block_size, blocks):
@@ -62,3 +62,23 @@ def test_rotary_turns_a_pair_by_the_angle_of_its_position():
     ops.rotary(q, k, angle.cos(), angle.sin(), torch.tensor([2]))
     torch.testing.assert_close(q[0, 0], torch.stack([angle[2, 0].cos(), angle[2, 0].sin()]))
     torch.testing.assert_close(q, k)
+
+
+def test_draws_of_a_gpus_logits_wait_for_nothing(monkeypatch):
+    """What tells how to draw goes there from page-locked memory, in copies that nobody waits for."""
+    locked, sent, to = set(), [], torch.Tensor.to
+
+    def pin_memory(tensor):
+        locked.add(tensor.data_ptr())
+        return tensor
+
+    def send(tensor, *args, **options):
+        if tensor.is_cpu and args and args[0] == torch.device("meta"):
+            sent.append(options.get("non_blocking") and tensor.data_ptr() in locked)
+        return to(tensor, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "to", send)
+    draws = torch.tensor([DrawSettings(0.8, 3, 0.9, 0, 0.3)] * 100, dtype=torch.float64)
+    load("reference").sample(torch.empty(100, 50, device="meta"), draws)
+    assert len(sent) == 4 and all(sent)
