@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import octavo_kernels
-from octavo.worker.host import engines_here, free_memory, set_threads
+from octavo.errors import ConfigError
+from octavo.worker.host import engines_here, free_memory, page_lock, set_threads
 from octavo.worker.sizing import cpu_cache_bytes
 
 MIB = 1 << 20
@@ -81,3 +83,33 @@ def test_engines_of_one_machine_divide_what_is_free(monkeypatch: pytest.MonkeyPa
     assert engines_here() == 1
     monkeypatch.setenv("OCTAVO_ENGINES_HERE", "4")
     assert cpu_cache_bytes(1000 * MIB, engines_here()) == cpu_cache_bytes(1000 * MIB) // 4
+
+
+class Runtime:
+    """CUDA's, of a system that locks up to ``limit`` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.locked = limit, dict[int, int]()
+
+    def cudaHostRegister(self, start: int, size: int, flags: int) -> torch._C._cudart.cudaError:
+        if size > self.limit:
+            return torch._C._cudart.cudaError(2)
+        self.locked[start] = size
+        return torch._C._cudart.cudaError.success
+
+    def cudaHostUnregister(self, start: int) -> None:
+        del self.locked[start]
+
+
+def test_locked_memory_is_what_was_asked_for_and_let_go_of_with_the_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = Runtime(5000)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = torch.zeros(1100, dtype=torch.float32)
+    page_lock(memory)
+    assert runtime.locked == {memory.data_ptr(): 4400}
+    del memory
+    assert not runtime.locked
+    with pytest.raises(ConfigError, match=r"5200 bytes of host memory.*out of memory.*--swap-space"):
+        page_lock(torch.zeros(1300, dtype=torch.float32))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.plan import Transfer, TransferDone
+from octavo.worker.host import page_lock
 from octavo.worker.pages import zeroed
 from octavo_kernels.ops import as_bytes
 
@@ -122,8 +123,8 @@ def runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 
 def _host_memory(pages: Tensor, num_blocks: int) -> Tensor:
-    """Room for so many blocks; pinned where a GPU copies from it."""
-    shape = (num_blocks, *pages.shape[1:])
+    """Room for so many blocks; page-locked where a GPU copies from it."""
+    memory = zeroed((num_blocks, *pages.shape[1:]), pages.dtype, torch.device("cpu"))
     if pages.device.type == "cuda":
-        return torch.empty(shape, dtype=pages.dtype, pin_memory=True)
-    return zeroed(shape, pages.dtype, pages.device)
+        page_lock(memory)
+    return memory

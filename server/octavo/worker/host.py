@@ -6,11 +6,14 @@ import contextlib
 import ctypes
 import gc
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from octavo.errors import ConfigError
 from octavo_kernels import Ops
 from octavo_kernels.cpu.library import usable_cpus
 
@@ -59,6 +62,23 @@ def give_memory_back() -> None:
         torch.cuda.empty_cache()
     with contextlib.suppress(AttributeError):  # a C library other than glibc keeps less to itself
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def page_lock(memory: Tensor) -> None:
+    """Keep host memory in its place as long as ``memory`` lives: a GPU then copies it beside other work.
+
+    torch's own page-locked memory comes in powers of two, up to twice as much as was asked for. Raises
+    ``ConfigError`` where the system gives no more of it.
+    """
+    runtime, start = torch.cuda.cudart(), memory.data_ptr()
+    try:
+        torch.cuda.check_error(runtime.cudaHostRegister(start, memory.nbytes, 0))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{memory.nbytes} bytes of host memory cannot be locked for copies to the GPU ({error}): lower "
+            "--swap-space or --kv-offloading-gib, or give the process more memory"
+        ) from error
+    weakref.finalize(memory, runtime.cudaHostUnregister, start).atexit = False
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
