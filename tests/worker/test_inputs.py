@@ -1,5 +1,6 @@
 """Rows of a plan become a flat batch: positions, slots, tables; and the largest step has the size it says."""
 
+import pytest
 import torch
 from fake_gpu import FakeGpu
 
@@ -87,7 +88,11 @@ def test_rows_of_padding_see_nothing_and_write_nowhere() -> None:
     assert full.attention.max_query_len == 1 and len(full.attention.block_tables) == 3
 
 
-def test_a_gpu_gets_copies_of_what_changed_after_those_of_the_step_before_are_done() -> None:
+@pytest.mark.parametrize(("joined_bytes", "copies"), [(0, [16, 16]), (64, [48])])
+def test_a_gpu_gets_copies_of_what_changed_after_those_of_the_step_before_are_done(
+    joined_bytes: int, copies: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.worker.inputs.JOINED_BYTES", joined_bytes)
     gpu = FakeGpu()
     step = inputs(device=gpu)
     tables = [[1], [2], [3], [4]]
@@ -102,7 +107,7 @@ def test_a_gpu_gets_copies_of_what_changed_after_those_of_the_step_before_are_do
     (batch,) = step.fill([row(3, [7], table) for table in tables])
     assert batch.attention.block_tables[:, 0].tolist() == [1, 5, 3, 6]
     copied = [copy.source.numel() for _, copy in gpu.under_way]
-    assert copied == [4, 4, 5, 4, 4, 16, 16]  # two tables of 16 entries
+    assert copied == [4, 4, 5, 4, 4, *copies]  # tables of 16 entries, with the one between or without
 
 
 def test_the_largest_step_fills_rows_and_tokens() -> None:

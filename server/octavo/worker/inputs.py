@@ -15,6 +15,8 @@ from octavo.layers.batch import ActivationBuffers, ForwardBatch
 from octavo.worker.device import Device
 from octavo_kernels import AttentionBatch
 
+JOINED_BYTES = 1 << 16  # of tables that did not change: copied sooner than one more copy starts
+
 
 class StepInputs:
     """Persistent input buffers, written anew in each step and never reallocated.
@@ -127,12 +129,15 @@ class StepInputs:
             slots[count:padded] = -1
 
     def _copy(self, tokens: int, rows: int, changed: Sequence[Sequence[int]]) -> None:
-        """Start the copies of this step; of tables, which may be long, those of the ``changed`` rows only."""
+        """Start the copies of this step; of tables, which may be long, those of the ``changed`` rows and few
+        others between.
+        """
         parts = [("token_ids", 0, tokens), ("positions", 0, tokens)]
         parts += [("query_start", 0, rows + 1), ("seq_lens", 0, rows)]
         for group in self._groups:
             parts.append((f"slots {group}", 0, tokens))
-            parts += [(f"tables {group}", *run) for run in _runs(changed[group])]
+            apart = JOINED_BYTES // max(1, self._tables[group][:1].nbytes)
+            parts += [(f"tables {group}", *run) for run in _runs(changed[group], apart)]
         for name, first, end in parts:
             self._device.copy(self._read[name][first:end], self._host[name][first:end])
         self._copied.record()
@@ -157,11 +162,11 @@ class StepInputs:
         return self._views[key]
 
 
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as runs [first, end)."""
+def _runs(numbers: Sequence[int], apart: int) -> list[tuple[int, int]]:
+    """Ascending numbers as runs [first, end), which may hold up to ``apart`` others between two of them."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
-        if runs and runs[-1][1] == number:
+        if runs and number - runs[-1][1] <= apart:
             runs[-1] = (runs[-1][0], number + 1)
         else:
             runs.append((number, number + 1))
