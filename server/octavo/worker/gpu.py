@@ -26,6 +26,10 @@ from octavo.worker.runner import ModelRunner
 log = logging.getLogger(__name__)
 
 MOST_CAPTURED = 512  # rows of a decode step, as in vLLM: a larger one keeps the GPU busy without a graph
+NO_MEMORY = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)  # of torch's allocator, of CUDA and Triton; cuBLAS
 BFLOAT16_CAPABILITY = (8, 0)  # the least of NVIDIA's that computes in bfloat16
 
 
@@ -180,8 +184,13 @@ def out_of_memory_refused(doing: str) -> Iterator[None]:
     """A GPU's memory that runs out is the settings' fault: ``ConfigError``, with what can be done."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        first: BaseException | None = error  # what ends a capture may hide what broke it
+        while first is not None and not any(words in str(first) for words in NO_MEMORY):
+            first = first.__context__
+        if first is None:
+            raise
         raise ConfigError(
-            f"GPU memory ran out while {doing}: {str(error).splitlines()[0]} Lower --gpu-memory-utilization, "
+            f"GPU memory ran out while {doing}: {str(first).splitlines()[0]} Lower --gpu-memory-utilization, "
             "--max-num-seqs or --max-num-batched-tokens, give --enforce-eager, or take a larger GPU"
         ) from error
