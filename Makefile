@@ -1,5 +1,6 @@
 # make up: install into .venv, then serve the example model on this machine.
 # make test: install into .venv, then everything that CI checks.
+# make gpu: install into .venv, then what needs a GPU: tests, and a table of each kernel's speed.
 
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -13,7 +14,7 @@ STRICT := server/octavo/core server/octavo/prompt server/octavo/config.py server
 	server/octavo/fetch.py server/octavo/api_keys.py server/octavo/http_protocol.py server/octavo/client \
 	server/octavo/engine/messages.py router/octavo_router operator/octavo_operator
 
-.PHONY: install up test lint clean
+.PHONY: install up test gpu lint clean
 
 install: $(STAMP)
 
@@ -42,6 +43,10 @@ lint: install
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder --durations=15 $(ARGS)
+
+# The tests mostly compile kernels, for which processes divide them. The table is printed whatever they say.
+gpu: install
+	@$(BIN)/python -m pytest tests/gpu -n 8 $(ARGS); tested=$$?; $(BIN)/python benchmarks/gpu.py && exit $$tested
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,6 @@
-"""How several processes (pytest's ``-n``) divide the tests: by file, those of the cluster in one."""
+"""How several processes (pytest's ``-n``) divide the tests: by file, those of the cluster in one, and those
+of a GPU each by itself, for they mostly compile kernels.
+"""
 
 from typing import Any
 
@@ -8,6 +10,8 @@ from xdist.scheduler import LoadFileScheduling
 
 class Scheduling(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith("tests/gpu/"):
+            return nodeid
         return "cluster" if nodeid.startswith("tests/cluster/") else super()._split_scope(nodeid)
 
 

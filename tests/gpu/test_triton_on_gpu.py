@@ -5,7 +5,7 @@ import pytest
 import torch
 from attention_cases import Case, assert_equals_reference, random_case, random_inputs
 
-from octavo_kernels import AttentionBatch, load
+from octavo_kernels import AttentionBatch, DrawSettings, load
 from octavo_kernels.ops import FP8
 
 BRAIN = torch.bfloat16
@@ -104,3 +104,18 @@ def test_logits_are_summed_in_float32_and_not_rounded(ops):
     exact = (x.double() @ w.double().T).float()
     result = ops.matmul(x, ops.pack(w, BRAIN), out_dtype=torch.float32)
     torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-3)
+
+
+def test_draws_are_the_references_and_wait_for_nothing(ops, reference):
+    logits = torch.randn(70, 3000, generator=torch.Generator().manual_seed(0)) * 3
+    settings = [
+        DrawSettings(i % 3 * 0.4, i % 5 * 7, 1 - i % 2 * 0.2, i % 4 * 0.01, (i * 0.37) % 1) for i in range(70)
+    ]
+    draws, placed = torch.tensor(settings, dtype=torch.float64), logits.cuda()
+    ops.sample(placed, draws)  # what loads kernels may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tokens = ops.sample(placed, draws)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(tokens.cpu(), reference.sample(logits, draws))
