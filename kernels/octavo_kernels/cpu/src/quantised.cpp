@@ -8,12 +8,13 @@ namespace octavo {
 namespace OCTAVO_ISA {
 namespace {
 
-// Rows whose sums stay in registers together, and the vectors of columns that they go over at once.
-constexpr int kMaxRows = kWidth == 16 ? 6 : 4;
-constexpr int vecs_of(int rows) { return kWidth == 16 || rows <= 2 ? 2 : 1; }
-// Panels that are multiplied together. One row waits for memory, and more of it is on its way where two panels are read at
-// once.
-constexpr int panels_of(long rows) { return rows == 1 ? 2 : 1; }
+// Rows whose sums stay in registers together, and the vectors of columns that they go over at once. Few rows wait for memory,
+// which is read faster in order: all columns of a panel at once.
+constexpr int kMaxRows = 6;
+constexpr int vecs_of(int rows) { return rows <= 2 ? kPanelVecs : 2; }
+// Panels that are multiplied together. One row leaves registers free, and more memory is on its way where two panels are
+// read at once.
+constexpr int panels_of(long rows) { return rows == 1 && kWidth == 16 ? 2 : 1; }
 // How far ahead of their use weights are asked for: some lines with each quad, since the requests of a whole tile would be
 // more than a core has on their way at a time.
 constexpr long kAskBytes = 3072;
@@ -38,10 +39,17 @@ inline Vec to_floats(Lanes v) { return _mm512_cvtepi32_ps((__m512i)v); }
 inline Lanes to_lanes(Vec v) { return (Lanes)_mm512_cvtps_epi32(v); }
 inline void store_bytes(int8_t* p, Lanes v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8((__m512i)v)); }
 constexpr int kSignBit = 0;
+
+// A sum of products of quads, in each lane.
 template <int kBits>
-inline Lanes dot(Lanes sums, Quads w, Quads x) {
-    return (Lanes)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, (__m512i)x);
-}
+struct Dot {
+    Lanes lanes;
+
+    template <int Q>
+    inline void add(Quads w, Quads x) {
+        lanes = (Lanes)_mm512_dpbusd_epi32((__m512i)lanes, (__m512i)w, (__m512i)x);
+    }
+};
 
 #else
 
@@ -53,18 +61,31 @@ inline void store_bytes(int8_t* p, Lanes v) {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
 }
-// Sums of two products must fit 16 bits, which those of up to 6 bits do. Whole bytes are taken as signed numbers, 128 less,
-// and the sign of a weight moved to the activation.
+// Whole bytes are taken as signed numbers, 128 less, and the sign of a weight moved to the activation.
 constexpr int kSignBit = 0x80;
+
+// A sum of products of quads, in each lane. Pairs of products are added up in 16 bits, over as many quads as fit.
 template <int kBits>
-inline Lanes dot(Lanes sums, Quads w, Quads x) {
-    __m256i a = (__m256i)w, b = (__m256i)x;
-    if (kBits == 8) {
-        b = _mm256_sign_epi8(b, a);
-        a = _mm256_abs_epi8(a);
+struct Dot {
+    static constexpr int kLargest = kBits == 8 ? 128 : (1 << kBits) - 1, kFit = 32767 / (2 * 127 * kLargest);
+
+    Lanes lanes;
+    Quads pairs = {};
+
+    template <int Q>
+    inline void add(Quads w, Quads x) {
+        __m256i a = (__m256i)w, b = (__m256i)x;
+        if (kBits == 8) {
+            b = _mm256_sign_epi8(b, a);
+            a = _mm256_abs_epi8(a);
+        }
+        pairs += (Quads)_mm256_maddubs_epi16(a, b);
+        if (Q % kFit == kFit - 1) {
+            lanes += (Lanes)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1));
+            pairs = Quads{};
+        }
     }
-    return sums + (Lanes)_mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
-}
+};
 
 #endif
 
@@ -115,7 +136,7 @@ struct Tile {
     }
 
     template <int Q>
-    inline void multiply_quad(Lanes (&lanes)[M][V]) const {
+    inline void multiply_quad(Dot<kBits> (&dots)[M][V]) const {
         if (asks)
             for (int p = 0; p < P; p++)
                 for (long i = kLines * Q / 8; i < kLines * (Q + 1) / 8; i++) ask(w + p * panel_bytes + kAskBytes + i * 64);
@@ -125,20 +146,20 @@ struct Tile {
             int32_t four;
             __builtin_memcpy(&four, x[m * x_stride].values + 4 * Q, sizeof four);
             const Quads values = (Quads)(Lanes{} + four);
-            for (int v = 0; v < V; v++) lanes[m][v] = dot<kBits>(lanes[m][v], weights[v], values);
+            for (int v = 0; v < V; v++) dots[m][v].template add<Q>(weights[v], values);
         }
     }
 
     template <int kPart, int... Q>
     inline void multiply_part(std::integer_sequence<int, Q...>) {
-        Lanes lanes[M][V];
+        Dot<kBits> dots[M][V];
         for (int m = 0; m < M; m++)
-            for (int v = 0; v < V; v++) lanes[m][v] = Lanes{} + x[m * x_stride].start[kPart];
-        (multiply_quad<kPart * 8 / kScales + Q>(lanes), ...);
+            for (int v = 0; v < V; v++) dots[m][v].lanes = Lanes{} + x[m * x_stride].start[kPart];
+        (multiply_quad<kPart * 8 / kScales + Q>(dots), ...);
         for (int v = 0; v < V; v++) {
             const Vec scale = floats(v, kPart * kScaleBytes);
             for (int m = 0; m < M; m++)
-                sums[m][v] = fma(to_floats(lanes[m][v]), mul(scale, set1(x[m * x_stride].scale)), sums[m][v]);
+                sums[m][v] = fma(to_floats(dots[m][v].lanes), mul(scale, set1(x[m * x_stride].scale)), sums[m][v]);
         }
     }
 
