@@ -118,7 +118,8 @@ class Running:
         set_threads(ops)
         form = QuantisedFormat() if kept else PlainFormat()
         place = Place(Device(), numbers, pick_cache_dtype(cache, numbers), ops, form)
-        weights = Weights(source, numbers, place.device.torch_device, format=form)
+        where, kept_in = place.device.torch_device, place.cache_dtype
+        weights = Weights(source, numbers, where, format=form, cache_dtype=kept_in)
         self.model: CausalLM = model_class(shape.architecture)(shape, weights, ops, WINDOW)
         loaded = Loaded(config, place, self.model, None)
         self.token_bytes = loaded.block_bytes / config.block_size

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache
 
 from octavo.core.sampling_params import SamplingParams
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, ModelLoadError
 from octavo.worker.loading import pick_cache_dtype
 
 TEXT = [  # the start of a licence, in SmolLM2's tokens
@@ -116,3 +121,76 @@ def test_floats_that_are_not_the_models_are_refused() -> None:
     )
     with pytest.raises(ConfigError, match=message):
         pick_cache_dtype("float32", torch.bfloat16)
+
+
+SCALES = [(0.37, 0.003), (0.004, 2.7), (0.11, 0.06)]  # (of keys, of values) of each layer; some cut
+SCALE_NAMES = [
+    ("self_attn.k_scale", "self_attn.v_scale"),
+    ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+    ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),
+]
+
+
+class RoundedCache(DynamicCache):
+    """Transformers' cache, with each layer's keys and values as FP8 holds them over their scales."""
+
+    def __init__(self, scales: list[tuple[float, float]]) -> None:
+        super().__init__()
+        self.scales = scales
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, **_: Any) -> Any:
+        rounded = [
+            (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+            for x, scale in zip((keys, values), self.scales[layer], strict=True)
+        ]
+        return super().update(*rounded, layer)
+
+
+def with_scales(source: Path, target: Path, names: tuple[str, str], scales: list[Any]) -> Path:
+    """A copy of a model as llm-compressor saves one whose cache alone was calibrated."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    for layer, pair in enumerate(scales):
+        for name, scale in zip(names, pair, strict=True):
+            tensors[f"model.layers.{layer}.{name}"] = torch.tensor([scale]).flatten()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme,
+    }  # fmt: skip
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+@pytest.mark.parametrize(("names", "eager"), [(SCALE_NAMES[0], True), *((n, False) for n in SCALE_NAMES)])
+def test_scales_of_the_checkpoint_are_those_of_an_fp8_cache(
+    names, eager, make_tiny, engine_of, tmp_path
+) -> None:
+    tiny = make_tiny("llama")
+    path = with_scales(tiny.path, tmp_path / "model", names, SCALES)
+    engine = engine_of(path, kv_cache_dtype="fp8", max_model_len=256, enforce_eager=eager)
+    ids = [token % 199 for token in TEXT]
+    found = engine.logits(ids)
+    with torch.inference_mode():
+        expected, unscaled = (
+            tiny.reference.model(torch.tensor([ids]), None, None, RoundedCache(scales)).logits[0]
+            for scales in (SCALES, [(1.0, 1.0)] * 3)
+        )
+    assert (found - expected).abs().max() < 0.01 * (unscaled - expected).abs().max()
+
+
+@pytest.mark.parametrize("kind", ["auto", "int8"])
+def test_another_cache_ignores_the_checkpoints_scales(kind, make_tiny, engine_of, tmp_path) -> None:
+    tiny = make_tiny("llama")
+    path = with_scales(tiny.path, tmp_path / "model", SCALE_NAMES[0], SCALES)
+    settings = {"kv_cache_dtype": kind, "max_model_len": 256}
+    ids = [token % 199 for token in TEXT]
+    assert torch.equal(engine_of(path, **settings).logits(ids), engine_of(tiny.path, **settings).logits(ids))
+
+
+@pytest.mark.parametrize("scale", [[0.5, 0.25], 0.0, math.nan, -1.0])
+def test_a_scale_that_is_not_one_number_above_0_is_refused(scale, make_tiny, engine_of, tmp_path) -> None:
+    path = with_scales(make_tiny("llama").path, tmp_path / "model", SCALE_NAMES[0], [(scale, 1.0)])
+    with pytest.raises(ModelLoadError, match=r"layers\.0\.self_attn\.k_scale of shape .* one number above 0"):
+        engine_of(path, kv_cache_dtype="fp8", max_model_len=256)

@@ -181,6 +181,10 @@ def test_weights_in_eight_bits_are_refused_by_name(folder: Path) -> None:
         ({"hidden_act": "relu"}, "activation 'relu'.*silu"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {}}}},
+            "'compressed-tensors'",
+        ),
         ({"hidden_size": None}, "hidden_size"),
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ from octavo.layers.linear import COLUMNS, ROWS, Linear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.weights import Weights
 from octavo_kernels import Ops
+from octavo_kernels.ops import FP8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Attention:
     ) -> None:
         self._rotary, self._write, self._attend = ops.rotary, ops.write_kv, ops.paged_attention
         self._settings = settings
+        self._kv_scale = kv_scale(weights, name)
         self._cos, self._sin = settings.rotary
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         parts = {f"{name}q_proj": queries, f"{name}k_proj": keys, f"{name}v_proj": keys}
@@ -56,8 +58,30 @@ class Attention:
             self._q_norm.in_place(a.q)
             self._k_norm.in_place(a.k)
         self._rotary(a.q, a.k, self._cos, self._sin, batch.positions)
-        self._write(a.k, a.v, cache, batch.slots)
+        self._write(a.k, a.v, cache, batch.slots, self._kv_scale)
         self._attend(
-            a.q, cache, batch.attention, settings.scale, settings.window, settings.softcap, a.attended
+            a.q,
+            cache,
+            batch.attention,
+            settings.scale,
+            settings.window,
+            settings.softcap,
+            a.attended,
+            self._kv_scale,
         )
         self._o(a.attended_flat, a.y)
+
+
+def kv_scale(weights: Weights, name: str) -> tuple[float, float]:
+    """What keys, and values, are divided by where they are kept in FP8: 1.0 if the checkpoint does not say.
+
+    It may say so under any of the names that compressed-tensors has had for it.
+    """
+
+    def scale(part: str) -> float:
+        names = [f"{name}{part}{end}" for end in ("_scale", f"_proj.{part}_scale", "_proj.output_scale")]
+        weights.ignore(*names)
+        found = [each for each in names if weights.has(each)]
+        return weights.scale(found[0]) if found and weights.cache_dtype == FP8 else 1.0
+
+    return scale("k"), scale("v")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -112,6 +113,8 @@ class Weights:
     rank: int = 0
     world: int = 1
     format: WeightFormat = dataclasses.field(default_factory=PlainFormat)
+    cache_dtype: torch.dtype | None = None
+    """Of keys and values; None: that of all else."""
 
     def __post_init__(self) -> None:
         self._names = frozenset(self.checkpoint.names())
@@ -124,6 +127,16 @@ class Weights:
     def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The named tensor in float32, for constants that bfloat16 would blur."""
         return self._read(name, shape, torch.float32)
+
+    def scale(self, name: str) -> float:
+        """The named tensor's one number. Raises ``ModelLoadError`` where it is none to divide by."""
+        self._take(name)
+        numbers = self.checkpoint.read(name, torch.float32)
+        if numbers.numel() != 1 or not 0 < numbers.item() < math.inf:
+            raise ModelLoadError(
+                f"{self.checkpoint.where}: {name} of shape {tuple(numbers.shape)} is not one number above 0"
+            )
+        return numbers.item()
 
     def tensor(self, name: str, shape: tuple[int, ...], dim: int | None = None) -> Tensor:
         """The named tensor; with ``dim``, this rank's equal share of it along that dimension.

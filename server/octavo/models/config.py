@@ -126,8 +126,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
-    quantised = (values.get("quantization_config") or {}).get("quant_method")
-    if quantised:
+    quantisation = values.get("quantization_config") or {}
+    quantised = quantisation.get("quant_method")
+    cache_only = quantised == "compressed-tensors" and not quantisation.get("config_groups")
+    if quantised and not cache_only:
         raise ModelLoadError(
             f"{where}: weights quantised as {quantised!r} are not supported yet; use plain safetensors, "
             "or a GGUF file"

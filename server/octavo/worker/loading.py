@@ -111,5 +111,6 @@ def load_model(config: ModelConfig, path: Path, place: Place, max_positions: int
     """Build the model and read every parameter; its rotary tables reach ``max_positions``."""
     build = model_class(config.architecture)
     with open_checkpoint(path, config) as checkpoint, torch.inference_mode():
-        weights = Weights(checkpoint, place.dtype, place.device.torch_device, format=place.format)
+        where, kept = place.device.torch_device, place.cache_dtype
+        weights = Weights(checkpoint, place.dtype, where, format=place.format, cache_dtype=kept)
         return build(config, weights, place.ops, max_positions)
