@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -24,8 +27,28 @@ OURS = ("octavo", "octavo_kernels", "octavo_router", "octavo_operator")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. A user's mistake ends with one line on stderr and 2, a known failure with 1."""
-    args = list(sys.argv[1:] if argv is None else argv)
+    """Run one subcommand. A user's mistake ends with one line on stderr and 2, a known failure with 1; where
+    nobody reads stdout any more, as behind `| head`, it ends with what a shell says of SIGPIPE.
+    """
+    try:
+        try:
+            return _main(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            print(end="", flush=True)
+    except BrokenPipeError:
+        if not _stdout_is_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 128 + signal.SIGPIPE
+
+
+def _stdout_is_left() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # asks for nothing: of an end that is gone it tells unasked
+    return bool(poll.poll(0))
+
+
+def _main(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         lines = [f"  {name:<10} {text}" for name, (_, text, _) in COMMANDS.items()]
         print("usage: octavo COMMAND ...\n", *lines, sep="\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.cli import COMMANDS
+from octavo.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -46,3 +47,31 @@ def test_a_command_whose_package_is_missing_names_the_extra_that_brings_it(
 
 def test_every_command_names_an_extra_that_exists() -> None:
     assert {extra for _, _, extra in COMMANDS.values()} <= EXTRAS.keys()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_command_ends_quietly_where_nobody_reads_what_it_prints(unbuffered: str, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF")  # enough for fetch to print where it is
+    for command in ["--version"], ["fetch", str(model)]:
+        done = subprocess.run(
+            [sys.executable, "-m", "octavo.cli", *command],
+            stdout=write,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        assert (done.returncode, done.stderr) == (141, ""), command
+    os.close(write)
+
+
+def test_another_pipe_that_breaks_is_no_quiet_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("octavo.cli._run", broken)
+    with pytest.raises(BrokenPipeError):
+        main(["serve"])
