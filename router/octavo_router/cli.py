@@ -143,8 +143,8 @@ class RouterServer:
         self._timeout_s = timeout_s
         self._stop: asyncio.Task[None] | None = None
         config = uvicorn.Config(
-            build_app(router), http=HttpProtocol, log_config=None, access_log=False, server_header=False,
-            date_header=False, timeout_keep_alive=CLIENT_KEEPALIVE_S,
+            build_app(router), http=HttpProtocol, ws="none", log_config=None, access_log=False,
+            server_header=False, date_header=False, timeout_keep_alive=CLIENT_KEEPALIVE_S,
         )  # fmt: skip
         self._server = _Server(config)
         self._listening = listening

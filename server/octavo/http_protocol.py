@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -32,7 +33,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unread += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._unread > LONGEST_HEAD and not self.transport.is_closing():
             error = InvalidRequest(
                 f"the request's line and headers are longer than {LONGEST_HEAD} bytes", code="head_too_large"
@@ -41,11 +43,43 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._unread and self._head_due is None:
             self._expect_head()
 
+    def _parse(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserError:
+                message = "Invalid HTTP request received."
+                self.logger.warning(message)
+                self.send_400_response(message)
+                return
+            except httptools.HttpParserUpgrade as end:
+                data = data[end.args[0] :]
+                if self._wants_upgrade():
+                    data = self._head_without_upgrade() + data
+                    self.parser = httptools.HttpRequestParser(self)  # as uvicorn makes it
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def _wants_upgrade(self) -> bool:
+        """Whether the head asks for another protocol (a websocket, HTTP/2). There is none, and it may be
+        ignored, but the parser takes the body for that protocol's: so what it calls a request counts for
+        nothing, and another is given the head without the wish, and what follows it.
+        """
+        return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"\r\n"])
+
     def on_message_begin(self) -> None:
         self._unread = self._unread or 1  # it may begin in the data that another ends in
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        if self._wants_upgrade():
+            return
         self._unread = 0
         self._expect_no_head()
         super().on_headers_complete()
@@ -57,6 +91,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._wants_upgrade():
+            return
         self._unread = 0
         super().on_message_complete()
 

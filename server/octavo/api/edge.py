@@ -45,9 +45,6 @@ class Edge:
         self._open = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})  # there are no websockets here
-            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -59,6 +59,7 @@ def http_server(app: ASGIApp, config: EngineConfig, **more: Any) -> HttpServer:
     settings = uvicorn.Config(
         app,
         http=HttpProtocol,
+        ws="none",
         log_config=None,
         log_level=config.uvicorn_log_level,
         access_log=False,
