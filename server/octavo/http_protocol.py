@@ -13,15 +13,19 @@ from octavo.errors import InvalidRequest, error_body
 
 LONGEST_HEAD = 1 << 18  # bytes; servers and proxies take 8 to 64 KiB, and a read brings up to 256 KiB at once
 LONGEST_HEAD_S = 60.0  # until the head of a request is whole
+LEAST_BODY = 1 << 10  # bytes of a body that is not whole, in each LEAST_BODY_S: the slowest line brings more
+LEAST_BODY_S = 60.0
 
 
 class HttpProtocol(HttpToolsProtocol):
     """What is not HTTP is told so as everything else is. So is a head without end, which the parser would
-    keep in memory, and one that comes too slowly. (A body is bounded where it is read.)
+    keep in memory, and a head or body that comes too slowly. (A body's size is bounded where it is read.)
     """
 
     _unread = 0  # bytes that came since the last head or piece of a body was whole
     _head_due: asyncio.TimerHandle | None = None
+    _came = 0  # bytes of the body, in this LEAST_BODY_S
+    _body_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -29,6 +33,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_no_head()
+        self._expect_no_body()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -85,15 +90,18 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":  # uvicorn made the cycle, of its own class; it has not begun
             self.cycle.__class__ = _UntilClosed
+        self._expect_body()
 
     def on_body(self, body: bytes) -> None:
         self._unread = 0
+        self._came += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._wants_upgrade():
             return
         self._unread = 0
+        self._expect_no_body()
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -118,6 +126,31 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(b"408 Request Timeout", error)
         elif self.cycle is None:  # nothing was asked; after an answer uvicorn counts the idle time
             self.transport.close()
+
+    def _expect_body(self) -> None:
+        self._came = 0
+        self._body_due = self.loop.call_later(LEAST_BODY_S, self._body_is_late, self._holds_back())
+
+    def _expect_no_body(self) -> None:
+        if self._body_due is not None:
+            self._body_due.cancel()
+            self._body_due = None
+
+    def _holds_back(self) -> bool:
+        """Whether it is we who do not read, as while an answer before this one is under way."""
+        return self.flow.read_paused or bool(self.pipeline)
+
+    def _body_is_late(self, held_back: bool) -> None:
+        self._body_due = None
+        if self._came >= LEAST_BODY or held_back or self._holds_back():
+            self._expect_body()
+        elif self.cycle.response_started:
+            self.transport.close()
+        else:
+            error = InvalidRequest(
+                f"less than {LEAST_BODY} bytes of the body came in {LEAST_BODY_S:g} s", code="body_too_slow"
+            )
+            self._refuse(b"408 Request Timeout", error)
 
     def _refuse(self, status: bytes, error: InvalidRequest) -> None:
         body = msgspec.json.encode(error_body(error))

@@ -68,6 +68,53 @@ def test_a_head_that_comes_too_slowly_is_not_waited_for(fast: Any, monkeypatch: 
     idle.close()
 
 
+def test_a_body_that_comes_too_slowly_is_not_waited_for(fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.http_protocol.LEAST_BODY_S", 0.5)
+    body = json.dumps({**LONG, "max_tokens": 5}).encode()
+
+    def ask(path: str, length: int) -> bytes:
+        return f"POST {path} HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode()
+
+    for path, sent in (("/v1/completions", 0), ("/v1/completions", 1), ("/nowhere", 1)):
+        with socket.create_connection(("127.0.0.1", fast.server.port)) as connection:
+            connection.sendall(ask(path, len(body)))
+            answer = b""
+            connection.settimeout(0.1)
+            for _ in range(300):  # a byte now and then is too little
+                with contextlib.suppress(TimeoutError):
+                    if not (part := connection.recv(4096)):
+                        break
+                    answer += part
+                connection.sendall(body[:sent])
+        assert part == b"", "it is waited for"
+        assert answer.startswith(b"HTTP/1.1 404 " if path == "/nowhere" else b"HTTP/1.1 408 ")
+        assert (b"body_too_slow" in answer) == (path != "/nowhere")
+    with socket.create_connection(("127.0.0.1", fast.server.port), timeout=30) as connection:
+        pieces = [b" " * 1500] * 8 + [body]  # slow, but not too slow
+        connection.sendall(ask("/v1/completions", sum(map(len, pieces))))
+        for piece in pieces:
+            time.sleep(0.25)
+            connection.sendall(piece)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_body_that_waits_for_the_answer_before_it_is_not_late(
+    paced: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.http_protocol.LEAST_BODY_S", 0.2)
+    streamed = json.dumps({**LONG, "max_tokens": 100, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", paced.server.port), timeout=30) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(streamed))
+        connection.sendall(streamed)
+        begun = connection.recv(4096)
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n{")
+        while b"[DONE]" not in begun:
+            begun += (part := connection.recv(65536))
+            assert part, "the answer before is cut"
+        connection.sendall(b"}")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+
+
 def test_an_answer_to_http_1_0_has_no_chunks(fast: Any) -> None:
     body = json.dumps({**LONG, "max_tokens": 5}).encode()
     streamed = json.dumps({**LONG, "max_tokens": 5, "stream": True}).encode()
