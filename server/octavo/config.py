@@ -228,7 +228,9 @@ class EngineConfig:
     )
     allow_credentials: bool = _setting(False, "allowed-origins may send cookies and the like")
     ssl_keyfile: str | None = _setting(None, "key of ssl-certfile, where that does not hold it")
-    ssl_certfile: str | None = _setting(None, "certificate of the public port: it speaks HTTPS")
+    ssl_certfile: str | None = _setting(
+        None, "certificate of the public port: it speaks HTTPS; renewals are followed"
+    )
     ssl_ca_certs: str | None = _setting(None, "certificates that clients' own are checked against")
     ssl_cert_reqs: int = _setting(0, "certificates of clients: 0 none, 1 optional, 2 required", low=0, high=2)
     api_server_count: int = _setting(1, "API processes before the engine, all on the public port", low=1)

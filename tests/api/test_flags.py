@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 import time
 from pathlib import Path
@@ -168,6 +169,38 @@ def test_the_public_port_speaks_https_with_a_certificate(
         serve("fast", ssl_certfile=str(tmp_path / "none.pem")),
     ):
         pass
+
+
+def test_a_certificate_that_is_renewed_on_the_disk_is_that_of_new_connections(
+    model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority, file = trustme.CA(), tmp_path / "cert.pem"
+    trust = ssl.create_default_context()
+    authority.configure_trust(trust)
+    pems = [authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.bytes() for _ in range(2)]
+    file.write_bytes(pems[0])
+    config = EngineConfig(model=str(model_folder), port=0, private_port=0, ssl_certfile=str(file))
+    running = Running(Server(config, ScriptedEngine("never")))
+
+    def shown() -> str:
+        with (
+            socket.create_connection(("127.0.0.1", running.server.port), timeout=30) as plain,
+            trust.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+        ):
+            return connection.getpeercert()["serialNumber"]
+
+    try:
+        first = shown()
+        with httpx.Client(verify=trust, base_url=running.url.replace("http:", "https:")) as kept:
+            assert kept.get("/live").status_code == 200
+            file.write_bytes(pems[1][:100])
+            assert shown() == first and f"{file} cannot be used" in caplog.text
+            file.write_bytes(pems[1])
+            assert shown() != first and shown() == shown()
+            assert kept.get("/live").status_code == 200
+    finally:
+        running.stop()
+        running.join()
 
 
 @pytest.mark.parametrize(

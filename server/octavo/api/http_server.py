@@ -1,11 +1,11 @@
-"""The HTTP servers themselves: sockets, TLS, and uvicorn as we want it."""
+"""The HTTP servers themselves: sockets, and uvicorn as we want it."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 from collections.abc import Generator
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -46,16 +46,7 @@ def listen(host: str, port: int, flag: str, *, shared: bool = False) -> socket.s
     return one
 
 
-def tls_settings(config: EngineConfig) -> dict[str, Any]:
-    """uvicorn's settings for HTTPS; none without a certificate."""
-    if config.ssl_certfile is None:
-        return {}
-    names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
-    return {name: getattr(config, name) for name in names}
-
-
-def http_server(app: ASGIApp, config: EngineConfig, **more: Any) -> HttpServer:
-    """Raises ``ConfigError`` for a certificate that cannot be used."""
+def http_server(app: ASGIApp, config: EngineConfig, tls: ssl.SSLContext | None = None) -> HttpServer:
     settings = uvicorn.Config(
         app,
         http=HttpProtocol,
@@ -68,12 +59,7 @@ def http_server(app: ASGIApp, config: EngineConfig, **more: Any) -> HttpServer:
         backlog=BACKLOG,
         timeout_keep_alive=75,  # longer than the pools of clients and routers keep a connection
         timeout_graceful_shutdown=LAST_ANSWERS_S,  # type: ignore[arg-type]  # compared as a number
-        **more,
     )
-    try:
-        settings.load()
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(
-            f"the certificate in ssl-certfile {config.ssl_certfile} cannot be used: {error}"
-        ) from error
+    settings.load()  # which else comes later, and sets ssl
+    settings.ssl = tls
     return HttpServer(settings)

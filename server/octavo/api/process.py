@@ -15,11 +15,12 @@ import msgspec
 import uvloop
 
 from octavo.api.app import public_app
-from octavo.api.http_server import http_server, listen, tls_settings
+from octavo.api.http_server import http_server, listen
 from octavo.api.peers import FIRST, Peers
 from octavo.api.processes import ApiLaunch
 from octavo.api.server import set_up_logging
 from octavo.api.service import Service
+from octavo.api.tls import tls_context
 from octavo.config import engine_config
 from octavo.engine.child import end_with_owner, read_frame
 from octavo.engine.client import EngineClient
@@ -35,7 +36,7 @@ async def run(launch: ApiLaunch) -> int:
     set_up_logging(config.log_level)
     peers = Peers(launch.number, launch.count, Path(launch.folder))
     service = Service(config, EngineClient(), peers, epoch=launch.epoch, created=launch.created)
-    http = http_server(public_app(service), config, **tls_settings(config))
+    http = http_server(public_app(service), config, tls_context(config))
     stop = asyncio.Event()
 
     async def take_stop() -> None:

@@ -14,10 +14,11 @@ from typing import Any
 import uvloop
 
 from octavo.api.app import private_app, public_app
-from octavo.api.http_server import http_server, listen, tls_settings
+from octavo.api.http_server import http_server, listen
 from octavo.api.peers import FIRST, Peers
 from octavo.api.processes import ApiProcesses
 from octavo.api.service import Service
+from octavo.api.tls import tls_context
 from octavo.config import CommandParser, EngineConfig, add_engine_flags
 from octavo.engine.client import EngineClient
 from octavo.errors import ConfigError, OctavoError
@@ -35,7 +36,7 @@ class Server:
         """Opens both ports. Raises ``ConfigError`` when one is taken."""
         self.config = config
         self.service = Service(config, engine, Peers(FIRST, config.api_server_count))
-        public = http_server(public_app(self.service), config, **tls_settings(config))
+        public = http_server(public_app(self.service), config, tls_context(config))
         private = http_server(private_app(self.service, self._take_drain), config)
         self._http = [public, private]
         self._sockets = [self._listen_first()]
