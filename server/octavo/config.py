@@ -245,7 +245,9 @@ class EngineConfig:
         "auto", "how templates get contents: texts, or lists of parts; auto: as the template reads them",
         choices=("auto", "string", "openai"),
     )  # fmt: skip
-    trust_request_chat_template: bool = _setting(False, "take chat_template from requests; it may take long")
+    trust_request_chat_template: bool = _setting(
+        False, "take chat_template from requests; a template can use up time and memory"
+    )
     enable_auto_tool_choice: bool = _setting(True, "let models decide to call tools")
     tool_call_parser: str = _setting(
         "auto", "format of tool calls; auto: by the chat template", choices=("auto", "none", *TOOL_PARSERS)
