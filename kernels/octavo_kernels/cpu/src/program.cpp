@@ -1,6 +1,7 @@
 #include "program.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "operations.h"
 
@@ -113,8 +114,7 @@ void perform(const Operation& operation) {
 }
 
 void replay(const Program& program, long tokens, long sequences) {
-    AttentionPlan plan;
-    const Attention* planned = nullptr;
+    std::vector<std::pair<const Attention*, AttentionPlan>> plans;    // of each kind of layer, such as those with a window
     for (Steps at = program.begin(); at != program.end();) {
         const Steps attention = std::find_if(at, program.end(), is_attention);
         run_chain(at, attention, tokens);
@@ -123,9 +123,10 @@ void replay(const Program& program, long tokens, long sequences) {
         const Attention& recorded = std::get<Attention>(*at++);
         Attention a = recorded;
         a.sequences = sequences;
-        if (!planned || !planned_alike(*planned, recorded)) plan = plan_attention(a);
-        planned = &recorded;
-        run(a, plan, pool_threads());
+        auto planned = std::find_if(plans.begin(), plans.end(),
+                                    [&recorded](const auto& plan) { return planned_alike(*plan.first, recorded); });
+        if (planned == plans.end()) planned = plans.insert(planned, {&recorded, plan_attention(a)});
+        run(a, planned->second, pool_threads());
     }
 }
 
