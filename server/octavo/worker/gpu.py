@@ -26,10 +26,7 @@ from octavo.worker.runner import ModelRunner
 log = logging.getLogger(__name__)
 
 MOST_CAPTURED = 512  # rows of a decode step, as in vLLM: a larger one keeps the GPU busy without a graph
-NO_MEMORY = (
-    "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-)  # of torch's allocator, of CUDA and Triton; cuBLAS
+NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # as torch, CUDA and Triton say it; as cuBLAS
 BFLOAT16_CAPABILITY = (8, 0)  # the least of NVIDIA's that computes in bfloat16
 
 
