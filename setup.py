@@ -30,9 +30,10 @@ FLAGS = [
 ]
 # GCC 12 takes the undefined source of a fully masked intrinsic, in its own headers, for an oversight.
 FLAGS += ["-Wall", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-BASELINE = ["api", "attention_plan", "candidates", "dispatch", "operations", "pack", "program"]
-BASELINE += ["quantised_pack", "scratch", "thread_pool"]
-OPERATIONS = ["attention", "cache", "matmul", "norm", "peak", "quantised", "rotary", "sampling", "table"]
+BASELINE = ["api", "attention_plan", "candidates", "communicator", "dispatch", "operations", "pack"]
+BASELINE += ["program", "quantised_pack", "scratch", "thread_pool"]
+OPERATIONS = ["attention", "cache", "matmul", "norm", "peak", "quantised", "rotary", "sampling"]
+OPERATIONS += ["sum", "table"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16"]
 AMX = [*AVX512, "-mamx-tile", "-mamx-bf16"]

@@ -16,7 +16,7 @@ from typing import Any
 from octavo_kernels.ops import KernelsUnavailable
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-INTERFACE = 7
+INTERFACE = 8
 """Of the C functions below; the library has the same number (octavo_interface)."""
 INSTRUCTION_SETS = ("amx", "avx512", "avx2")
 
@@ -66,6 +66,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         ],
     ),
     "sample": (None, [c_void_p, *[c_long] * 3, c_void_p, c_void_p]),
+    "all_reduce": (None, [c_void_p, c_void_p, *[c_long] * 3, c_int]),
+    "gather": (None, [c_void_p, c_void_p, c_long, c_long, c_void_p, c_long, c_long]),
     "start_recording": (None, []),
     "end_recording": (c_void_p, []),
     "replay": (None, [c_void_p, c_long, c_long]),
@@ -94,6 +96,20 @@ class Quants(ctypes.Structure):
     """octavo::Quants: a quantised matrix that is to be packed."""
 
     _fields_ = [("values", c_void_p), ("scales", c_void_p), ("minima", c_void_p)]
+
+
+class Ranks(ctypes.Structure):
+    """octavo::Ranks: the ranks of a communicator, as one of them sees them."""
+
+    _fields_ = [
+        ("broken", c_void_p),
+        ("arrived", c_void_p),
+        ("slots", c_void_p),
+        ("slot_bytes", c_long),
+        ("stage", c_long),
+        ("rank", c_int),
+        ("world", c_int),
+    ]
 
 
 class Library:

@@ -2,6 +2,7 @@
 // that once, when a model is built.
 #include <atomic>
 
+#include "communicator.h"
 #include "dispatch.h"
 #include "operations.h"
 #include "program.h"
@@ -24,7 +25,7 @@ CacheLayout layout_of(void* data, long kv_heads, long block_size, long token_ele
 using namespace octavo;
 
 // Changes with the functions below, so that Python does not call into a library that was built from other sources.
-OCTAVO_API int octavo_interface() { return 7; }
+OCTAVO_API int octavo_interface() { return 8; }
 
 // Choose the instruction set: by name, or the best for null. Returns its name, null where it is not supported.
 OCTAVO_API const char* octavo_start(const char* isa) {
@@ -98,6 +99,15 @@ OCTAVO_API void octavo_sample(const float* logits, long row_stride, long rows, l
                               int64_t* tokens) {
     const Sample a{logits, row_stride, vocabulary, static_cast<const Draw*>(draws), tokens};
     parallel(rows, kElementsPerTask / vocabulary, [&a](long r0, long r1) { active->sample(a, r0, r1); });
+}
+
+OCTAVO_API void octavo_all_reduce(Ranks* ranks, void* x, long x_stride, long tokens, long n, int dtype) {
+    perform(AllReduce{ranks, x, x_stride, n, dtype, tokens});
+}
+
+OCTAVO_API void octavo_gather(Ranks* ranks, const float* x, long x_stride, long rows, float* out, long out_stride,
+                              long columns) {
+    run(Gather{ranks, x, x_stride, out, out_stride, columns, rows});
 }
 
 OCTAVO_API void octavo_start_recording() { start_recording(); }

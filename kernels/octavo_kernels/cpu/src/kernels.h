@@ -208,6 +208,15 @@ struct Candidate {
     int32_t token;
 };
 
+// Rows of which each rank has a part, to be added up.
+struct Sum {
+    const void* x;         // [rows, n] of rank 0; rank r's begin r * rank_stride elements later
+    long rank_stride, ranks;
+    void* out;             // [rows, n]
+    long out_stride, n;
+    int dtype;
+};
+
 struct Kernels {
     const char* name;
     // Panels [panel_begin, panel_end) of rows [row_begin, row_end).
@@ -226,6 +235,7 @@ struct Kernels {
     // Merge the partial results of a split task, which covered chunks task.chunk_begin to task.chunk_end.
     void (*merge)(const Attention&, const AttentionTask&);
     void (*sample)(const Sample&, long row_begin, long row_end);
+    void (*sum_ranks)(const Sum&, long row_begin, long row_end);
     long (*multiply_registers)(int dtype, long steps);    // see peak.h
 };
 

@@ -40,6 +40,10 @@ struct Rows {
         a.slots += first;
         a.tokens = count;
     }
+    void take(AllReduce& a) const {
+        skip(a.x, a.x_stride, a.dtype);
+        a.tokens = count;
+    }
     void take(Attention&) const {}
 
   private:
@@ -52,9 +56,11 @@ struct Rows {
 
 using Steps = Program::const_iterator;
 
-bool is_attention(const Operation& operation) { return std::holds_alternative<Attention>(operation); }
+bool ends_chain(const Operation& operation) {
+    return std::holds_alternative<Attention>(operation) || std::holds_alternative<AllReduce>(operation);
+}
 
-// How many rows a thread takes through all operations that lie between attentions: what one of them writes is then in the
+// How many rows a thread takes through all operations between those that end a chain: what one of them writes is then in the
 // thread's cache when the next reads it, and threads do not wait for each other in between. 0: each operation is shared out.
 long chain_rows(Steps begin, Steps end, long tokens) {
     const long threads = pool_threads();
@@ -116,11 +122,15 @@ void perform(const Operation& operation) {
 void replay(const Program& program, long tokens, long sequences) {
     std::vector<std::pair<const Attention*, AttentionPlan>> plans;    // of each kind of layer, such as those with a window
     for (Steps at = program.begin(); at != program.end();) {
-        const Steps attention = std::find_if(at, program.end(), is_attention);
-        run_chain(at, attention, tokens);
-        at = attention;
-        if (at == program.end()) break;
-        const Attention& recorded = std::get<Attention>(*at++);
+        const Steps last = std::find_if(at, program.end(), ends_chain);
+        run_chain(at, last, tokens);
+        if (last == program.end()) break;
+        at = last + 1;
+        if (std::holds_alternative<AllReduce>(*last)) {
+            run_rows(last, at, {0, tokens}, pool_threads());
+            continue;
+        }
+        const Attention& recorded = std::get<Attention>(*last);
         Attention a = recorded;
         a.sequences = sequences;
         auto planned = std::find_if(plans.begin(), plans.end(),

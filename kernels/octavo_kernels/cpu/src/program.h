@@ -5,11 +5,12 @@
 #include <variant>
 #include <vector>
 
+#include "communicator.h"
 #include "kernels.h"
 
 namespace octavo {
 
-using Operation = std::variant<Matmul, Norm, Rotary, WriteKV, Attention>;
+using Operation = std::variant<Matmul, Norm, Rotary, WriteKV, Attention, AllReduce>;
 using Program = std::vector<Operation>;
 
 // Between the two, operations are noted instead of run.

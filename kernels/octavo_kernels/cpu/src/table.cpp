@@ -7,6 +7,7 @@
 #include "quantised.h"
 #include "rotary.h"
 #include "sampling.h"
+#include "sum.h"
 
 #if defined(__AMX_BF16__)
 #include "attention_amx.h"
@@ -29,12 +30,12 @@ XForm x_form(const Matmul& a) {
 #if defined(__AMX_BF16__)
 const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), amx::tile_matmul, x_form, amx::tile_task_size, amx::tile_chain_rows, widen,
                     quantised_matmul, quantise, norm, rotary, write_kv, amx::tile_attend, merge, sample,
-                    multiply_registers};
+                    sum_ranks, multiply_registers};
 #else
 long no_chain(const Matmul&) { return 0; }
 
 const Kernels table{OCTAVO_TEXT(OCTAVO_ISA), matmul, x_form, task_size, no_chain, widen, quantised_matmul, quantise, norm,
-                    rotary, write_kv, attend, merge, sample, multiply_registers};
+                    rotary, write_kv, attend, merge, sample, sum_ranks, multiply_registers};
 #endif
 
 }  // namespace
