@@ -39,6 +39,9 @@ class Counting:
         self.info = executor.info
         self.entries = self.distinct = 0
 
+    def check(self) -> None:
+        self._executor.check()
+
     def execute(self, plan: StepPlan) -> StepResult:
         tables = [block for row in plan.rows for table in row.block_tables for block in table]
         held = [block for block in tables if block != NO_BLOCK]

@@ -49,6 +49,7 @@ class FakeGpu(Gpu):
     """
 
     torch_device = torch.device("cpu")
+    collectives = "gloo"
     computes_bfloat16 = True
     description = "Fake (compute capability 9.0)"
     BEFORE = -7  # no token

@@ -180,6 +180,8 @@ def engine_args(service: InferenceService) -> list[str]:
         args.append(f"--kv-cache-memory-bytes={engine.kv_cache_memory}")
     if engine.gpu_memory_utilization_percent is not None:
         args.append(f"--gpu-memory-utilization={engine.gpu_memory_utilization_percent / 100}")
+    if engine.tensor > 1:
+        args.append(f"--tensor-parallel-size={engine.tensor}")
     return args + list(engine.args)
 
 

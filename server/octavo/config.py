@@ -158,7 +158,9 @@ class EngineConfig:
     )  # fmt: skip
     gpu_memory_utilization: float = _setting(0.92, "share of GPU memory to use", low=0.01, high=1.0)
     kv_cache_memory_bytes: int | None = _setting(
-        None, "size of the KV cache, e.g. 256Mi; default on CPU: a share of free memory", parse=parse_size
+        None,
+        "size of the KV cache of each rank, e.g. 256Mi; default on CPU: a share of free memory",
+        parse=parse_size,
     )
     kv_cache_dtype: str = _setting(
         "auto", "type of keys and values in the KV cache; auto: the model's; fp8 (that is fp8_e4m3) and int8 "
@@ -256,7 +258,9 @@ class EngineConfig:
         "auto", "splits reasoning from the answer; auto: by the chat template",
         choices=("auto", "none", *REASONING_PARSERS),
     )  # fmt: skip
-    tensor_parallel_size: int = _setting(1, "tensor parallel ranks", off=(1,))
+    tensor_parallel_size: int = _setting(
+        1, "ranks that share out each layer: GPUs, or on a CPU processes", low=1
+    )
     pipeline_parallel_size: int = _setting(1, "pipeline parallel ranks", off=(1,))
     quantization: str | None = _setting(None, "quantisation of safetensors weights", off=("none",))
     speculative_config: SpeculativeConfig | None = _setting(

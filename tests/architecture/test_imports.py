@@ -34,7 +34,8 @@ PROMPT = CORE | {"octavo.prompt", "octavo.gguf_file"}
 KERNELS = {"octavo_kernels"}
 LAYERS = CORE | KERNELS | {"octavo.layers"}
 MODELS = LAYERS | {"octavo.models", "octavo.gguf_file"}
-WORKER = MODELS | PROMPT | {"octavo.worker", "octavo.sampling"}  # grammars are built over the tokenizer
+# Grammars are built over the tokenizer; tensor parallel ranks are processes.
+WORKER = MODELS | PROMPT | {"octavo.worker", "octavo.sampling", "octavo.child_process"}
 ENGINE = WORKER | {"octavo.engine", "octavo.fetch", "octavo.speculative"}
 MAY_IMPORT = {
     "octavo_kernels": KERNELS,

@@ -11,17 +11,12 @@ from octavo.config import EngineConfig, engine_config
 from octavo.errors import ConfigError
 
 
-@pytest.mark.parametrize(
-    "flag",
-    [
-        "--tensor-parallel-size=1", "--pipeline-parallel-size=1", "--quantization=none",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("flag", ["--pipeline-parallel-size=1", "--quantization=none"])
 def test_a_feature_to_come_takes_the_flag_that_leaves_it_off(flag: str) -> None:
     assert engine_config("m", [flag]) == EngineConfig(model="m")
 
 
-@pytest.mark.parametrize("flag", ["--tensor-parallel-size=2", "--quantization=awq"])
+@pytest.mark.parametrize("flag", ["--pipeline-parallel-size=2", "--quantization=awq"])
 def test_a_feature_to_come_is_refused_by_name(flag: str) -> None:
     name, _, value = flag.removeprefix("--").partition("=")
     with pytest.raises(ConfigError, match=f"{name} is '{value}': not supported yet"):

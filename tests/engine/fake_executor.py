@@ -32,6 +32,9 @@ class CountingExecutor:
         self.pace = threading.Event()  # never set: waiting on it is the step's work
         self.pace_s = pace_s
 
+    def check(self):
+        pass
+
     def execute(self, plan):
         self.pace.wait(self.pace_s)
         return StepResult(plan.step, [self.draw(row) for row in plan.rows])

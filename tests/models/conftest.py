@@ -18,7 +18,7 @@ from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats
 from octavo.core.plan import Row
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
-from octavo.worker.executor import LocalExecutor, build_executor
+from octavo.worker.executor import build_executor
 
 ENGINES_KEPT = 4
 TIE = 1e-4  # logits closer than this: either token is right (contracts, "Authority")
@@ -126,7 +126,7 @@ class Engine:
     def __init__(self, path: Path, **settings: Any) -> None:
         self.settings = {"dtype": "float32", "device": "cpu", **settings}
         self.path = path
-        self.executor: LocalExecutor = build_executor(self.config(), path, lambda stage, detail: None)
+        self.executor: Any = build_executor(self.config(), path, lambda stage, detail: None)
         self.core: EngineCore | None = None
         self.peak_usage = 0.0  # of the last run: the largest share of blocks in use after a step
 

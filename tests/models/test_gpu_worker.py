@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import octavo_kernels
 from octavo.core.plan import Row, SampleSpec, StepPlan
 from octavo.core.sampling_params import SamplingParams
 from octavo.errors import ConfigError
-from octavo.worker import loading
+from octavo.worker import loading, ranks
 from octavo_kernels.reference import ReferenceOps
 
 POOL = {"kv_cache_memory_bytes": 2 << 20, "max_num_batched_tokens": 32, "max_num_seqs": 12}
@@ -27,7 +28,7 @@ def on_gpu(engine_of, monkeypatch):
 
     def build(path, gpu=None, **settings):
         gpu = gpu or FakeGpu(ops=GraphOps())
-        monkeypatch.setattr(loading, "find_gpu", lambda: gpu)
+        monkeypatch.setattr(loading, "find_gpu", lambda rank, world: gpu)
         monkeypatch.setattr(octavo_kernels, "load", lambda *place: gpu.ops)
         return engine_of(path, device="cuda", served_model_name=(next(NAMES),), **settings), gpu
 
@@ -96,6 +97,22 @@ def test_a_draft_model_proposes_the_same(make_tiny, on_gpu, on_cpu):
     outputs = said(engine.generate(PROMPTS, 12))
     assert gpu.ops.replayed  # its proposals are decode steps
     assert outputs == said(on_cpu(path, speculative_config=speculation, **POOL).generate(PROMPTS, 12))
+
+
+def test_ranks_measure_capture_and_run_together(make_tiny, on_gpu, on_cpu, monkeypatch):
+    """Each on a GPU of its own: the cache fits the smallest."""
+    folder = Path(__file__).parent
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{folder.parent}", prepend=":")
+    monkeypatch.setattr(ranks, "RANK", "fake_gpu_rank")
+    path, few = make_tiny("llama").path, {"max_num_batched_tokens": 32, "gpu_memory_utilization": 0.04}
+    engine, gpu = on_gpu(path, tensor_parallel_size=2, **few)
+    outputs = said(engine.generate(PROMPTS, MIXED))
+    assert outputs == said(on_cpu(path, **POOL).generate(PROMPTS, MIXED))
+    assert gpu.ops.replayed
+    alone = on_gpu(path, **few)[0].executor.info
+    shared = engine.executor.info
+    assert shared.block_bytes * 2 == alone.block_bytes
+    assert shared.num_blocks < alone.num_blocks  # of twice the memory
 
 
 def decode(rows: int, block: int = 16) -> list[Row]:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -130,7 +131,12 @@ def test_stages_come_in_order_and_the_info_is_the_models(folder: Path) -> None:
     assert info.block_bytes >= 2 * 3 * 16 * 2 * 16 * 4  # the kernels may pad it
 
 
-def test_ranks_hold_equal_shares_that_make_the_whole(make_tiny) -> None:
+def test_ranks_hold_shares_that_make_the_whole(make_tiny) -> None:
+    def shares(name, shape, dim, world, most_shares=None):
+        ranks = [SimpleNamespace(rank=rank, world=world) for rank in range(world)]
+        loads = [Weights(checkpoint, torch.float32, torch.device("cpu"), communicator=one) for one in ranks]
+        return [weights.tensor(name, shape, dim, most_shares) for weights in loads]
+
     path = make_tiny("llama").path
     with open_checkpoint(path, load_model_config(path)) as checkpoint:
         for name, shape, dim in (
@@ -138,13 +144,12 @@ def test_ranks_hold_equal_shares_that_make_the_whole(make_tiny) -> None:
             ("model.layers.0.mlp.down_proj.weight", (64, 96), 1),
         ):
             whole = checkpoint.read(name, torch.float32)
-            shares = [
-                Weights(checkpoint, torch.float32, torch.device("cpu"), rank, 2).tensor(name, shape, dim)
-                for rank in range(2)
-            ]
-            assert torch.equal(torch.cat(shares, dim), whole)
-        with pytest.raises(ModelLoadError, match="3 equal parts"):
-            Weights(checkpoint, torch.float32, torch.device("cpu"), 0, 3).tensor(name, shape, 0)
+            halves, unequal = shares(name, shape, dim, 2), shares(name, shape, dim, 5)
+            assert torch.equal(torch.cat(halves, dim), whole) and halves[0].shape == halves[1].shape
+            assert torch.equal(torch.cat(unequal, dim), whole)
+            first, again, second, last = shares(name, shape, dim, 4, most_shares=2)
+            assert torch.equal(first, halves[0]) and torch.equal(again, halves[0])
+            assert torch.equal(second, halves[1]) and torch.equal(last, halves[1])
 
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from octavo.layers.linear import COLUMNS, Linear
-from octavo.layers.weights import Checkpoint, PlainFormat, QuantisedFormat, Weights
+from octavo.layers.weights import Checkpoint, Outputs, PlainFormat, QuantisedFormat, Weights
 from octavo.models.checkpoint import open_checkpoint
 from octavo.models.config import load_model_config
 from octavo.prompt.assets import load_assets
@@ -129,8 +130,9 @@ def test_parts_of_different_types_stand_side_by_side_in_a_result() -> None:
         **{f"{name}.bias": torch.randn(rows) for name, rows in (("a", 40), ("b", 24), ("c", 33), ("d", 7))},
     }
     weights = Weights(Stored(stored), torch.bfloat16, torch.device("cpu"), format=QuantisedFormat())
-    linear = Linear(ops, weights, {"a": 40, "b": 24, "c": 33, "d": 7}, 64, COLUMNS, bias=True)
-    result = linear(x, torch.empty(5, 104, dtype=torch.bfloat16))
+    parts = {"a": Outputs(40), "b": Outputs(24), "c": Outputs(33), "d": Outputs(7)}
+    result = torch.empty(5, 104, dtype=torch.bfloat16)
+    Linear(ops, weights, parts, 64, COLUMNS, bias=True)(x, result)
     expected = []
     for name in "abcd":
         weight, bias = stored[f"{name}.weight"], stored[f"{name}.bias"]
@@ -151,15 +153,16 @@ def test_gate_and_up_of_different_types_are_dequantised() -> None:
     assert torch.equal(ops.gate_up(x, pair), ops.gate_up(x, plain))
 
 
+def share_of(stored: Stored, rank: int) -> Weights:
+    """What one of two ranks reads."""
+    communicator: Any = SimpleNamespace(rank=rank, world=2)
+    return Weights(stored, torch.bfloat16, torch.device("cpu"), communicator=communicator)
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_ranks_hold_equal_shares_of_a_quantised_weight(dim) -> None:
     whole = quantised(5, 64, 128, 0)
-    shares = [
-        Weights(Stored({"w": whole}), torch.bfloat16, torch.device("cpu"), rank, 2).quantised(
-            "w", (64, 128), dim
-        )
-        for rank in range(2)
-    ]
+    shares = [share_of(Stored({"w": whole}), rank).quantised("w", (64, 128), dim) for rank in range(2)]
     assert torch.equal(
         torch.cat([s.dequantised() for s in shares if s is not None], dim), whole.dequantised()
     )
@@ -167,5 +170,4 @@ def test_ranks_hold_equal_shares_of_a_quantised_weight(dim) -> None:
 
 def test_a_cut_through_a_group_is_not_kept() -> None:
     stored = Stored({"w": quantised(5, 64, 96, 0)})
-    weights = Weights(stored, torch.bfloat16, torch.device("cpu"), 0, 2)
-    assert weights.quantised("w", (64, 96), 1) is None
+    assert share_of(stored, 0).quantised("w", (64, 96), 1) is None

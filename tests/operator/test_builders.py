@@ -209,6 +209,13 @@ def test_a_gpu_is_asked_for_with_shared_memory_and_no_spare_one_is_needed_to_rol
     assert strategy["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
 
 
+def test_tensor_parallel_ranks_have_a_gpu_each(make_service: Make, platform: Platform) -> None:
+    service = make_service(engine__device="cuda", engine__parallelism={"tensor": 4})
+    (engine,) = pod_spec(service, platform)["containers"]
+    assert engine["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+    assert "--tensor-parallel-size=4" in engine["args"]
+
+
 def test_on_cpu_a_new_engine_is_ready_before_an_old_one_goes(make_service: Make, platform: Platform) -> None:
     strategy = build(make_service(), platform)[("Deployment", "smollm2-engine")]["spec"]["strategy"]
     assert strategy["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}

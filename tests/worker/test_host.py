@@ -70,8 +70,10 @@ def test_this_machine_has_some(tmp_path: Path) -> None:
     assert free_memory() > 0
 
 
-def test_threads_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_follow_the_environment_and_ranks_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = octavo_kernels.load("auto", "cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert [set_threads(ops, ranks) for ranks in (1, 2, 3, 8)] == [7, 3, 2, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert set_threads(ops) == 1
     monkeypatch.delenv("OMP_NUM_THREADS")

@@ -21,8 +21,8 @@ from octavo.api.processes import ApiLaunch
 from octavo.api.server import set_up_logging
 from octavo.api.service import Service
 from octavo.api.tls import tls_context
+from octavo.child_process import end_with_owner, read_frame
 from octavo.config import engine_config
-from octavo.engine.child import end_with_owner, read_frame
 from octavo.engine.client import EngineClient
 from octavo.errors import OctavoError
 

@@ -18,7 +18,8 @@ import msgspec
 from octavo.api.http_server import LAST_ANSWERS_S
 from octavo.api.metrics_sum import MetricsSum
 from octavo.api.service import Service
-from octavo.engine.child import Child, cause_of
+from octavo.child_process import cause_of
+from octavo.engine.child import Child
 from octavo.engine.messages import Attachment
 from octavo.errors import OctavoError
 

@@ -15,12 +15,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from octavo.child_process import cause_of
 from octavo.config import EngineConfig
 from octavo.core.outputs import EngineRequest, EngineStats
 from octavo.core.request import check_requests
 from octavo.engine import messages
 from octavo.engine.admin_calls import AdminCalls
-from octavo.engine.child import Child, cause_of
+from octavo.engine.child import Child
 from octavo.engine.connection import Connection
 from octavo.engine.launch import DEFAULT_EXECUTOR, launch_engine
 from octavo.engine.stream import OpenStreams, OutputStream

@@ -216,6 +216,7 @@ class EngineCore:
 
         What the executor raises, and an interrupt from the keyboard within it, ends the requests of the step.
         """
+        self._executor.check()
         if self._grammars:
             self._enter_waiting()
         outputs, self._ended = self._ended + self._scheduler.expire(), []

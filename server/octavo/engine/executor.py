@@ -67,6 +67,9 @@ class Executor(Protocol):
         A fault of one row goes into its ``error``; anything raised here ends the engine.
         """
 
+    def check(self) -> None:
+        """Raise what keeps steps from being run from now on, where something does (a rank that is gone)."""
+
     def sleep(self, level: int) -> None:
         """Give back the memory of the KV cache, whatever it holds, at level 2 of the weights too.
 

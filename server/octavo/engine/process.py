@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
+from octavo.child_process import end_with_owner, read_frame
 from octavo.config import EngineConfig, engine_config
 from octavo.core.outputs import EngineRequest
 from octavo.engine import messages
-from octavo.engine.child import end_with_owner, read_frame
 from octavo.engine.core import EngineCore
 from octavo.engine.executor import Executor, ExecutorFactory
 from octavo.engine.port import Port

@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo.layers.batch import ActivationShape, ForwardBatch
 from octavo.layers.linear import COLUMNS, ROWS, Linear
 from octavo.layers.norm import RMSNorm
-from octavo.layers.weights import Weights
+from octavo.layers.weights import Outputs, Weights
 from octavo_kernels import Ops
 from octavo_kernels.ops import FP8
 
@@ -41,10 +41,10 @@ class Attention:
         self._settings = settings
         self._kv_scale = kv_scale(weights, name)
         self._cos, self._sin = settings.rotary
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        parts = {f"{name}q_proj": queries, f"{name}k_proj": keys, f"{name}v_proj": keys}
+        queries, keys = shape.heads * shape.head_dim, Outputs(shape.kv_heads * shape.head_dim, shape.kv_heads)
+        parts = {f"{name}q_proj": Outputs(queries), f"{name}k_proj": keys, f"{name}v_proj": keys}
         self._qkv = Linear(ops, weights, parts, shape.hidden, COLUMNS, settings.bias)
-        self._o = Linear(ops, weights, {f"{name}o_proj": shape.hidden}, queries, ROWS, settings.bias)
+        self._o = Linear(ops, weights, {f"{name}o_proj": Outputs(shape.hidden)}, queries, ROWS, settings.bias)
         self._q_norm = self._k_norm = None
         if settings.qk_norm_eps is not None:
             size, eps, offset = shape.head_dim, settings.qk_norm_eps, settings.qk_norm_offset

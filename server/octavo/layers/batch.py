@@ -21,11 +21,13 @@ class ActivationShape:
     intermediate: int
 
     def share(self, world: int) -> ActivationShape:
-        """What one of ``world`` ranks holds: its heads and its part of the MLP, the stream whole."""
+        """What one of ``world`` ranks holds: its heads and its part of the MLP, the stream whole. Of fewer KV
+        heads than ranks each has one.
+        """
         return ActivationShape(
             self.hidden,
             self.heads // world,
-            self.kv_heads // world,
+            max(1, self.kv_heads // world),
             self.head_dim,
             self.intermediate // world,
         )

@@ -6,13 +6,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from octavo.errors import ModelLoadError
 from octavo_kernels import Ops, PackedWeight, QuantisedWeight
+from octavo_kernels.communicator import Communicator
 from octavo_kernels.quantised import GROUP, stack
 
 
@@ -34,17 +35,26 @@ class Checkpoint(Protocol):
         return None
 
 
+class Outputs(NamedTuple):
+    """The outputs of a matrix [outputs, inputs], and the most shares that they are cut into, where there is a
+    limit (heads of keys and values: of more ranks several have the same share).
+    """
+
+    size: int
+    most_shares: int | None = None
+
+
 class WeightFormat(Protocol):
     """How matrices are kept in memory and multiplied."""
 
     name: str
 
     def pack(
-        self, ops: Ops, weights: Weights, parts: Mapping[str, int], inputs: int, dim: int | None
+        self, ops: Ops, weights: Weights, parts: Mapping[str, Outputs], inputs: int, dim: int
     ) -> list[PackedWeight]:
-        """Matrices (name: outputs) of ``inputs`` columns, stacked into as few as can be.
+        """Matrices by name, of ``inputs`` columns, stacked into as few as can be.
 
-        Ranks share dimension ``dim`` of [outputs, inputs]; None: each has all of it.
+        Ranks share dimension ``dim`` of [outputs, inputs].
         """
 
     def pack_gate_up(
@@ -59,9 +69,12 @@ class PlainFormat:
     name = "plain"
 
     def pack(
-        self, ops: Ops, weights: Weights, parts: Mapping[str, int], inputs: int, dim: int | None
+        self, ops: Ops, weights: Weights, parts: Mapping[str, Outputs], inputs: int, dim: int
     ) -> list[PackedWeight]:
-        read = [weights.tensor(f"{name}.weight", (rows, inputs), dim) for name, rows in parts.items()]
+        read = [
+            weights.tensor(f"{name}.weight", (rows.size, inputs), dim, rows.most_shares)
+            for name, rows in parts.items()
+        ]
         return [ops.pack(torch.cat(read) if len(read) > 1 else read[0], weights.dtype)]
 
     def pack_gate_up(
@@ -77,10 +90,10 @@ class QuantisedFormat:
     name = "quantised"
 
     def pack(
-        self, ops: Ops, weights: Weights, parts: Mapping[str, int], inputs: int, dim: int | None
+        self, ops: Ops, weights: Weights, parts: Mapping[str, Outputs], inputs: int, dim: int
     ) -> list[PackedWeight]:
         packed = []
-        read = [self._read(weights, f"{name}.weight", (rows, inputs), dim) for name, rows in parts.items()]
+        read = [self._read(weights, f"{name}.weight", rows, inputs, dim) for name, rows in parts.items()]
         for _, run in itertools.groupby(read, lambda w: w.layout if isinstance(w, QuantisedWeight) else None):
             alike = list(run)
             quantised = [w for w in alike if isinstance(w, QuantisedWeight)]
@@ -97,28 +110,32 @@ class QuantisedFormat:
         return ops.pack_gate_up(first, second, weights.dtype)
 
     def _read(
-        self, weights: Weights, name: str, shape: tuple[int, int], dim: int | None
+        self, weights: Weights, name: str, rows: Outputs, inputs: int, dim: int
     ) -> QuantisedWeight | Tensor:
-        quantised = weights.quantised(name, shape, dim)
-        return weights.tensor(name, shape, dim) if quantised is None else quantised
+        shape = rows.size, inputs
+        quantised = weights.quantised(name, shape, dim, rows.most_shares)
+        return weights.tensor(name, shape, dim, rows.most_shares) if quantised is None else quantised
 
 
 @dataclasses.dataclass
 class Weights:
-    """Reads parameters for one rank of ``world``, and knows at the end what was missing or left over."""
+    """Reads parameters for one rank, and knows at the end what was missing or left over."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype
     device: torch.device
-    rank: int = 0
-    world: int = 1
     format: WeightFormat = dataclasses.field(default_factory=PlainFormat)
     cache_dtype: torch.dtype | None = None
     """Of keys and values; None: that of all else."""
+    communicator: Communicator | None = None
+    """Of the ranks that share the model; None: it is whole."""
 
     def __post_init__(self) -> None:
         self._names = frozenset(self.checkpoint.names())
         self._left = set(self._names)
+        self.rank, self.world = 0, 1
+        if self.communicator is not None:
+            self.rank, self.world = self.communicator.rank, self.communicator.world
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds the tensor."""
@@ -138,18 +155,22 @@ class Weights:
             )
         return numbers.item()
 
-    def tensor(self, name: str, shape: tuple[int, ...], dim: int | None = None) -> Tensor:
-        """The named tensor; with ``dim``, this rank's equal share of it along that dimension.
+    def tensor(
+        self, name: str, shape: tuple[int, ...], dim: int | None = None, most_shares: int | None = None
+    ) -> Tensor:
+        """The named tensor; with ``dim``, this rank's share of it along that dimension (:meth:`share`).
 
         Raises ``ModelLoadError`` when it is not in the file, or is not of ``shape`` there.
         """
         whole = self._read(name, shape, self.dtype)
         if dim is None or self.world == 1:
             return whole.to(self.device)
-        return whole[self._share(name, shape, dim)].contiguous().to(self.device)
+        return whole[self._cut(shape, dim, most_shares)].contiguous().to(self.device)
 
-    def quantised(self, name: str, shape: tuple[int, int], dim: int | None = None) -> QuantisedWeight | None:
-        """The named tensor as the integers that it is stored as, whole or this rank's share as in ``tensor``.
+    def quantised(
+        self, name: str, shape: tuple[int, int], dim: int, most_shares: int | None = None
+    ) -> QuantisedWeight | None:
+        """This rank's share of the named tensor as in ``tensor``, as the integers that it is stored as.
 
         None where it is stored otherwise, or the cut goes through a group; raises as ``tensor`` does.
         """
@@ -158,19 +179,25 @@ class Weights:
         if whole is None:
             return None
         self._check(name, whole.shape, shape)
-        if dim is None or self.world == 1:
+        if self.world == 1:
             return whole
         if dim == 1 and shape[1] // self.world % GROUP:
             return None
-        return whole.part(*self._share(name, shape, dim))
+        return whole.part(*self._cut(shape, dim, most_shares))
 
-    def _share(self, name: str, shape: tuple[int, ...], dim: int) -> tuple[slice, ...]:
-        """Where this rank's equal part along ``dim`` lies."""
-        if shape[dim] % self.world:
-            raise ModelLoadError(f"{name} {shape} cannot be cut into {self.world} equal parts")
-        size = shape[dim] // self.world
+    def share(self, count: int, most_shares: int | None = None) -> slice:
+        """This rank's share of ``count`` rows or columns. Shares are equal runs; where they cannot be, the
+        last are smaller. Of more ranks than ``most_shares``, several in a row have the same one.
+        """
+        parts = min(self.world, most_shares or self.world)
+        size = -(-count // parts)
+        first = min(count, self.rank * parts // self.world * size)
+        return slice(first, min(count, first + size))
+
+    def _cut(self, shape: tuple[int, ...], dim: int, most_shares: int | None) -> tuple[slice, ...]:
+        """Where this rank's share along ``dim`` lies."""
         cut = [slice(None)] * len(shape)
-        cut[dim] = slice(self.rank * size, (self.rank + 1) * size)
+        cut[dim] = self.share(shape[dim], most_shares)
         return tuple(cut)
 
     def norm(self, name: str, size: int, offset: float = 0.0) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.layers.attention import Attention, AttentionSettings
 from octavo.layers.batch import ActivationShape, ForwardBatch
 from octavo.layers.decoder import DecoderLayer
-from octavo.layers.embedding import Embedding, LogitsHead
+from octavo.layers.embedding import Embedding, LogitsHead, vocabulary_table
 from octavo.layers.linear import GatedMLP
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import RotaryTables
@@ -87,8 +87,8 @@ class CausalLM:
         if tied:
             weights.ignore("lm_head.weight")
         else:
-            (table,) = weights.format.pack(ops, weights, {"lm_head": vocabulary[0]}, vocabulary[1], None)
-        self._head = LogitsHead(ops, table, config.final_softcap)
+            table = vocabulary_table(ops, weights, "lm_head", vocabulary)
+        self._head = LogitsHead(ops, table, config.vocab_size, config.final_softcap, weights.communicator)
         weights.finish()
 
     @staticmethod
@@ -114,5 +114,7 @@ class CausalLM:
         self._norm.add_and_norm(batches[0].activations)
 
     def logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """Float32 logits [S, vocabulary] of the given rows of ``hidden`` (None: of all)."""
+        """Float32 logits [S, vocabulary] of the given rows of ``hidden`` (None: of all). All ranks call this,
+        but only on the first are they whole.
+        """
         return self._head(hidden if rows is None else torch.index_select(hidden, 0, rows))

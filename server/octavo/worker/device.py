@@ -27,6 +27,7 @@ class Device:
     """
 
     torch_device = torch.device("cpu")
+    collectives = "gloo"  # the library by which ranks speak, where their kernels have no way of their own
 
     def host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """New memory of the host, which :meth:`copy` can copy from and to."""

@@ -22,17 +22,27 @@ Wanted: TypeAlias = tuple[int, SampleSpec, Past | None]
 
 
 class Drawer:
-    """From a model's hidden states to draws, a bounded number of logits at a time."""
+    """From a model's hidden states to draws, a bounded number of logits at a time.
 
-    def __init__(self, model: CausalLM, sampler: Sampler, device: Device) -> None:
+    Without a sampler only this rank's share of the logits is computed, for the first rank, which draws.
+    """
+
+    def __init__(self, model: CausalLM, sampler: Sampler | None, device: Device) -> None:
         self._model, self._sampler, self._device = model, sampler, device
+
+    @property
+    def draws(self) -> bool:
+        """Whether this rank does."""
+        return self._sampler is not None
 
     def draw(self, hidden: Tensor, wanted: Sequence[Wanted]) -> list[Draw]:
         """One draw for each of ``wanted`` from the hidden states [T, hidden] of a step."""
         draws: list[Draw] = []
         for first in range(0, len(wanted), LOGIT_ROWS):
             tokens, specs, pasts = zip(*wanted[first : first + LOGIT_ROWS], strict=True)
-            draws += self._sampler.sample(self._logits(hidden, tokens), specs, pasts)
+            logits = self._logits(hidden, tokens)
+            if self._sampler is not None:
+                draws += self._sampler.sample(logits, specs, pasts)
         return draws
 
     def score_prompt(self, hidden: Tensor, row: Row, end: int) -> list[Draw]:
@@ -46,7 +56,10 @@ class Drawer:
         for first in range(0, len(following), LOGIT_ROWS):
             part = following[first : first + LOGIT_ROWS]
             tokens = range(begin + first, begin + first + len(part))
-            (rows,) = self._device.read(self._logits(hidden, tokens))()
+            scored = self._logits(hidden, tokens)
+            if self._sampler is None:
+                continue
+            (rows,) = self._device.read(scored)()
             for token, logits in zip(part, rows, strict=True):
                 known = np.isfinite(logits.max())
                 logprobs = token_logprobs(logits, token, row.prompt_logprobs) if known else None

@@ -5,32 +5,24 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from octavo.config import EngineConfig
-from octavo.core.kv_layout import KVLayout, blocks_needed, kv_layout
+from octavo.core.kv_layout import KVLayout
 from octavo.core.plan import Row, SampleSpec, StepPlan, StepResult
-from octavo.errors import ConfigError
-from octavo.layers.batch import ActivationBuffers
-from octavo.models.base import CausalLM
-from octavo.models.config import ModelConfig, load_model_config
+from octavo.engine.executor import Executor
+from octavo.models.config import load_model_config
 from octavo.prompt.assets import load_assets
 from octavo.sampling.grammar import Grammars
-from octavo.sampling.rules import RuleBook
-from octavo.sampling.sampler import Sampler
 from octavo.worker import sizing
-from octavo.worker.connector import HostConnector, NullConnector
-from octavo.worker.draft_model import DraftModel
-from octavo.worker.draws import Drawer
-from octavo.worker.forward import Forward
-from octavo.worker.gpu import Gpu, MemoryUse, capture_sizes, largest_step, memory_use, out_of_memory_refused
-from octavo.worker.host import engines_here, free_memory, give_memory_back, set_threads
-from octavo.worker.inputs import StepInputs
-from octavo.worker.loading import Place, load_model, pick_place
-from octavo.worker.pages import KVPages, page_bytes
+from octavo.worker.gpu import Gpu, out_of_memory_refused
+from octavo.worker.host import give_memory_back, set_threads
+from octavo.worker.loaded import Loaded, cache_bytes, cache_size, host_blocks, load
+from octavo.worker.loading import check_shares, pick_place
+from octavo.worker.ranks import Alone, OtherRanks, Ranks, TensorParallelExecutor
 from octavo.worker.runner import ModelRunner
 
 log = logging.getLogger(__name__)
@@ -54,7 +46,9 @@ class ExecutorInfo:
 
 
 class LocalExecutor:
-    """Runs the whole model in this process. ``load`` reads the weights, ``build`` makes a cache beside."""
+    """Runs the model, or a rank's share of it, in this process. ``load`` reads the weights, ``build`` makes a
+    cache beside.
+    """
 
     def __init__(
         self,
@@ -81,6 +75,9 @@ class LocalExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         return self.runner.run(plan)
 
+    def check(self) -> None:
+        """Nothing can be missing: all is in this process."""
+
     def sleep(self, level: int) -> None:
         self._runner = None
         if level > 1 or (self._loaded is not None and isinstance(self._loaded.place.device, Gpu)):
@@ -97,104 +94,34 @@ class LocalExecutor:
         give_memory_back()  # of what loading has left
 
 
-class Loaded:
-    """The models in memory, and what their steps need beside the KV cache."""
-
-    def __init__(self, config: EngineConfig, place: Place, model: CausalLM, draft: CausalLM | None) -> None:
-        self.config, self.place, self.model, self.draft = config, place, model, draft
-        self.layout = kv_layout(model.config.windows)
-        tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
-        where = place.device.torch_device
-        self._activations = ActivationBuffers(model.shape, tokens, place.dtype, where)
-        self._draft_activations = None
-        if draft is not None:  # what the target drew comes on top
-            tokens += config.max_num_seqs
-            self._draft_activations = ActivationBuffers(draft.shape, tokens, place.dtype, where)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block: a page of each cache tensor."""
-        layers = [(self.layout.layers_per_group, self.model.shape)]
-        if self.draft is not None:
-            layers.append((self.draft.config.num_layers, self.draft.shape))
-        place, size = self.place, self.config.block_size
-        return sum(count * page_bytes(place.ops, shape, size, place.cache_dtype) for count, shape in layers)
-
-    def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks of one request of so many tokens."""
-        chunk = self.config.max_num_batched_tokens
-        return blocks_needed(self.layout.groups, num_tokens, self.config.block_size, chunk)
-
-    def largest_steps(self, max_length: int) -> list[StepPlan]:
-        """As many rows and tokens as a step may have, of requests no longer than ``max_length``; and as many
-        rows that decode.
-        """
-        rows, block, groups = self.config.max_num_seqs, self.config.block_size, len(self.layout.groups)
-        most = self._activations.max_tokens
-        return [largest_step(rows, tokens, max_length, block, groups) for tokens in (most, rows)]
-
-    def capture_sizes(self) -> list[int]:
-        """Rows of the decode steps to capture: on a GPU whose kernels record graphs, unless refused."""
-        on_gpu = isinstance(self.place.device, Gpu)
-        if not on_gpu or self.place.ops.replays_any_size or self.config.enforce_eager:
-            return []
-        return capture_sizes(self.config.max_num_seqs)
-
-    def runner(
-        self, size: sizing.CacheSize, host_blocks: int = 0, grammars: Grammars | None = None
-    ) -> ModelRunner:
-        """A runner with a KV cache of this size."""
-        config, place = self.config, self.place
-        where = place.device.torch_device
-        read = place.device.read if isinstance(place.device, Gpu) else None
-        sampler = Sampler(place.ops, RuleBook(config.max_num_seqs, grammars), read)
-
-        def pages(model: CausalLM, places: Sequence[tuple[int, int]]) -> KVPages:
-            return KVPages.allocate(
-                place.ops,
-                model.shape,
-                places,
-                size.num_blocks,
-                size.block_size,
-                place.cache_dtype,
-                where,
-            )
-
-        def forward(model: CausalLM, activations: ActivationBuffers, groups: int, own: KVPages) -> Forward:
-            rows, length = config.max_num_seqs, size.max_model_len
-            inputs = StepInputs(
-                activations, rows, length, size.block_size, groups, size.num_blocks, place.device
-            )
-            return Forward(model, place.ops, inputs, own, config.enforce_eager)
-
-        draft = None
-        if self.draft is not None and self._draft_activations is not None:
-            own = pages(self.draft, [(0, layer) for layer in range(self.draft.config.num_layers)])
-            drafting = forward(self.draft, self._draft_activations, 1, own)
-            draft = DraftModel(drafting, Drawer(self.draft, sampler, place.device), own, size.block_size)
-        own = pages(self.model, self.layout.layers)
-        tensors = own.tensors + (draft.pages.tensors if draft is not None else [])
-        return ModelRunner(
-            self.model,
-            place.ops,
-            Drawer(self.model, sampler, place.device),
-            forward(self.model, self._activations, len(self.layout.groups), own),
-            own,
-            HostConnector(tensors, host_blocks) if host_blocks else NullConnector(),
-            place.device,
-            draft,
-        )
-
-
-def build_executor(config: EngineConfig, path: Path, progress: Progress) -> LocalExecutor:
+def build_executor(config: EngineConfig, path: Path, progress: Progress) -> Executor:
     """Load the model at ``path`` (a folder or a GGUF file), size its cache, and run it once.
 
-    ``progress`` is told each stage as it begins. Raises ``ConfigError`` and ``ModelLoadError``.
+    With ``tensor_parallel_size`` other processes do the same with their shares. ``progress`` is told each
+    stage as it begins. Raises ``ConfigError`` and ``ModelLoadError``.
     """
+    if config.tensor_parallel_size == 1:
+        return build_rank(config, path, progress, Alone())
+    ranks = OtherRanks(config, path)
+    try:
+        with ranks.faults():
+            own = build_rank(config, path, progress, ranks)
+    except BaseException:
+        ranks.close()
+        raise
+    return TensorParallelExecutor(own, ranks)
+
+
+def build_rank(config: EngineConfig, path: Path, progress: Progress, ranks: Ranks) -> LocalExecutor:
+    """One rank's part in :func:`build_executor`. All ranks call this at the same time."""
     model_config = load_model_config(path)
     sizing.check_max_model_len(config.max_model_len, model_config.max_position)
-    place = pick_place(config.device, config.dtype, model_config.dtype, config.kv_cache_dtype)
-    set_threads(place.ops)
+    check_shares(model_config, ranks.world)
+    place = pick_place(
+        config.device, config.dtype, model_config.dtype, config.kv_cache_dtype, ranks.rank, ranks.world
+    )
+    set_threads(place.ops, ranks.world)
+    place = dataclasses.replace(place, communicator=ranks.join(place, model_config))
 
     kernels = f"{place.ops.name} kernels ({place.ops.isa})"
     progress("loading weights", f"{model_config.architecture}, {place.dtype_name}, {kernels}")
@@ -202,18 +129,19 @@ def build_executor(config: EngineConfig, path: Path, progress: Progress) -> Loca
         gpu = place.device
         sizing.check_gpu_share(gpu.total(), config.gpu_memory_utilization, gpu.free_at_start)
     began = time.monotonic()
-    loaded = _load(config, model_config, path, place)
+    loaded = load(config, model_config, path, place)
+    ranks.least(0)  # all have loaded: what is free now stays so
     log.info("Weights loaded in %.1f s", time.monotonic() - began)
 
     progress("sizing the cache", "")
-    size = _size(loaded)
-    host_blocks = _host_blocks(loaded, size)
+    size = _agreed_size(loaded, ranks)
+    hosted = ranks.least(host_blocks(loaded, size))
     sizing.log_size(place.device.torch_device.type, size)
     grammars = Grammars(lambda: load_assets(path).tokenizer_json, model_config.eos_token_ids)
 
     def build(loaded: Loaded) -> ModelRunner:
         with out_of_memory_refused("making the KV cache and capturing graphs"):
-            runner = loaded.runner(size, host_blocks, grammars)
+            runner = loaded.runner(size, hosted, grammars)
             if sizes := loaded.capture_sizes():
                 began = time.monotonic()
                 runner.capture(sizes)
@@ -228,11 +156,18 @@ def build_executor(config: EngineConfig, path: Path, progress: Progress) -> Loca
         model_config.vocab_size,
         size.num_blocks,
         loaded.block_bytes,
-        host_blocks,
+        hosted,
         model_config.eos_token_ids,
         {"dtype": place.cache_dtype_name, "groups": group_descriptions(loaded.layout)},
     )
-    return LocalExecutor(lambda: _load(config, model_config, path, place), build, loaded, info, grammars)
+    return LocalExecutor(lambda: load(config, model_config, path, place), build, loaded, info, grammars)
+
+
+def _agreed_size(loaded: Loaded, ranks: Ranks) -> sizing.CacheSize:
+    """The cache that fits in every rank's memory."""
+    budget, block = cache_bytes(loaded), loaded.block_bytes
+    fewest = ranks.least(budget // block)
+    return cache_size(loaded, min(budget, (fewest + 1) * block - 1))
 
 
 def group_descriptions(layout: KVLayout) -> list[dict[str, Any]]:
@@ -258,68 +193,3 @@ def warm_up(runner: ModelRunner, size: sizing.CacheSize, tokens: int, num_groups
         if count > 0:
             draw = SampleSpec(0.0, 0, 1.0, 0, 0, start + count)
             runner.run(StepPlan(0, [Row("warm-up", [0] * count, start, tables, [draw], propose=1)]))
-
-
-def _load(config: EngineConfig, model_config: ModelConfig, path: Path, place: Place) -> Loaded:
-    wanted, limit = config.max_model_len, model_config.max_position
-    positions = wanted if isinstance(wanted, int) else limit
-    speculation = config.speculative_config
-    with out_of_memory_refused("loading the weights"):
-        model = load_model(model_config, path, place, positions)
-        if speculation is None or speculation.model is None:
-            return Loaded(config, place, model, None)
-        draft_config = load_model_config(Path(speculation.model))
-        check_draft(draft_config, model_config)
-        draft = load_model(draft_config, Path(speculation.model), place, positions)
-        return Loaded(config, place, model, draft)
-
-
-def check_draft(draft: ModelConfig, target: ModelConfig) -> None:
-    """Refuse (``ConfigError``) a draft model that cannot speak for the target or share its blocks."""
-    if draft.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"the draft model's vocabulary has {draft.vocab_size} tokens, the model's {target.vocab_size}: "
-            "give speculative-config a smaller model of the same family"
-        )
-    if None not in target.windows:
-        raise ConfigError("all layers of the model slide: no blocks of it keep every token for a draft model")
-
-
-def _size(loaded: Loaded) -> sizing.CacheSize:
-    config, device, limit = loaded.config, loaded.place.device, loaded.model.config.max_position
-    wanted, block = config.kv_cache_memory_bytes, config.block_size
-    if wanted is not None:
-        free = device.free() if isinstance(device, Gpu) else free_memory()
-        budget = sizing.wanted_cache_bytes(wanted, free)
-    elif isinstance(device, Gpu):
-        use = _memory_use(loaded, device)
-        budget = sizing.gpu_cache_bytes(
-            device.total(), config.gpu_memory_utilization, use.weights, use.activations, use.graphs
-        )
-    else:
-        budget = sizing.cpu_cache_bytes(free_memory(), engines_here())
-    size = sizing.size_cache(
-        budget, loaded.block_bytes, block, config.max_model_len, limit, loaded.blocks_needed
-    )
-    return size if wanted is not None else sizing.capped(size, config.max_num_seqs)
-
-
-def _memory_use(loaded: Loaded, gpu: Gpu) -> MemoryUse:
-    """On a cache that is as small as the largest step allows."""
-    wanted, limit = loaded.config.max_model_len, loaded.model.config.max_position
-    length = wanted if isinstance(wanted, int) else limit
-    plans, block = loaded.largest_steps(length), loaded.config.block_size
-    few = 1 + max(max(row.block_tables[0]) for plan in plans for row in plan.rows)
-    with out_of_memory_refused("running the largest step"):
-        runner = loaded.runner(sizing.CacheSize(few, block, length, few))
-        cache = (few + 1) * loaded.block_bytes  # with the page of zeros
-        return memory_use(gpu, runner, cache, plans, loaded.capture_sizes())
-
-
-def _host_blocks(loaded: Loaded, size: sizing.CacheSize) -> int:
-    """Blocks of the host tier."""
-    config, on_gpu = loaded.config, isinstance(loaded.place.device, Gpu)
-    cache = size.num_blocks * loaded.block_bytes
-    free = free_memory() // engines_here() - (0 if on_gpu else cache)
-    wanted = sizing.host_bytes(config.swap_space, config.kv_offloading_gib, cache, on_gpu, free)
-    return wanted // loaded.block_bytes

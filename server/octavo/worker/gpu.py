@@ -36,6 +36,7 @@ class Gpu(Device):
     """
 
     torch_device = torch.device("cuda")
+    collectives = "nccl"
 
     def __init__(self) -> None:
         self.free_at_start = self.free()
@@ -107,10 +108,18 @@ class Gpu(Device):
         torch.cuda.reset_peak_memory_stats()
 
 
-def find_gpu() -> Gpu:
-    """The GPU of this process. Raises ``ConfigError``, in torch's own words, where there is none to use."""
+def find_gpu(rank: int = 0, world: int = 1) -> Gpu:
+    """The GPU of this process: the ``rank``-th of those it sees, of which ``world`` are needed. Raises
+    ``ConfigError``, in torch's own words, where there is none to use.
+    """
     try:
         torch.cuda.init()
+        if (seen := torch.cuda.device_count()) < world:
+            raise ConfigError(
+                f"tensor-parallel-size is {world}, but {seen} GPUs can be used here: lower it, or give the "
+                "process more GPUs"
+            )
+        torch.cuda.set_device(rank)
         return Gpu()
     except (RuntimeError, AssertionError) as error:
         found = str(error).split("\n")[0].rstrip(".")

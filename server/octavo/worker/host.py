@@ -20,13 +20,15 @@ from octavo_kernels.cpu.library import usable_cpus
 _ROOT = Path("/")
 
 
-def set_threads(ops: Ops) -> int:
-    """Give the kernels ``OMP_NUM_THREADS`` threads, or one for each usable CPU -> how many.
+def set_threads(ops: Ops, ranks: int = 1) -> int:
+    """Give the kernels ``OMP_NUM_THREADS`` threads, or one for each usable CPU -> how many. Ranks here share
+    them, and have one each at least.
 
     Kernels with threads of their own leave torch one, or two pools would fight over the cores.
     """
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(wanted) if wanted.isdigit() and int(wanted) > 0 else usable_cpus()
+    threads = max(1, threads // ranks)
     torch.set_num_threads(1)
     ops.set_num_threads(threads)
     return threads

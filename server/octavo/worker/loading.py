@@ -18,6 +18,7 @@ from octavo.models.registry import model_class
 from octavo.worker.device import Device
 from octavo.worker.gpu import BFLOAT16_CAPABILITY, Gpu, find_gpu
 from octavo_kernels import Ops
+from octavo_kernels.communicator import Communicator
 from octavo_kernels.ops import FP8
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,16 @@ class Place:
     cache_dtype: torch.dtype
     ops: Ops
     format: WeightFormat = dataclasses.field(default_factory=PlainFormat)
+    communicator: Communicator | None = None
+    """Of the ranks that share a model; None: there is one."""
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.communicator is None else self.communicator.rank
+
+    @property
+    def world(self) -> int:
+        return 1 if self.communicator is None else self.communicator.world
 
     @property
     def dtype_name(self) -> str:
@@ -42,14 +53,17 @@ class Place:
         return "fp8" if self.cache_dtype == FP8 else str(self.cache_dtype).removeprefix("torch.")
 
 
-def pick_place(device: str, dtype: str, stored: str, cache_dtype: str = "auto") -> Place:
-    """From the ``device``, ``dtype`` and ``kv_cache_dtype`` settings and the checkpoint's own dtype.
+def pick_place(
+    device: str, dtype: str, stored: str, cache_dtype: str = "auto", rank: int = 0, world: int = 1
+) -> Place:
+    """From the ``device``, ``dtype`` and ``kv_cache_dtype`` settings and the checkpoint's own dtype, for one
+    rank of ``world``.
 
     Raises ``ConfigError``.
 
     Quantised weights stay so under "auto" with the C++ kernels; any other dtype dequantises them.
     """
-    where = pick_device(device)
+    where = pick_device(device, rank, world)
     numbers = pick_dtype(dtype, stored, where)
     try:
         ops = octavo_kernels.load("auto", where.torch_device, numbers)
@@ -60,11 +74,11 @@ def pick_place(device: str, dtype: str, stored: str, cache_dtype: str = "auto") 
     return Place(where, numbers, pick_cache_dtype(cache_dtype, numbers), ops, form)
 
 
-def pick_device(wanted: str) -> Device:
-    """The device of the ``device`` setting; "auto" is a GPU where one can be used."""
+def pick_device(wanted: str, rank: int = 0, world: int = 1) -> Device:
+    """The device of the ``device`` setting; "auto" is a GPU where one can be used. Each rank has its own."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return Device()
-    return find_gpu()
+    return find_gpu(rank, world)
 
 
 def pick_dtype(wanted: str, stored: str, device: Device) -> torch.dtype:
@@ -107,10 +121,34 @@ def pick_cache_dtype(wanted: str, computed: torch.dtype) -> torch.dtype:
     return dtype
 
 
+def check_shares(config: ModelConfig, world: int) -> None:
+    """Refuse (``ConfigError``) a number of ranks that the model's heads and widths cannot be shared among."""
+
+    def fits(ranks: int) -> bool:
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        if heads % ranks or config.intermediate_size % ranks:
+            return False
+        return kv_heads % ranks == 0 or ranks % kv_heads == 0
+
+    if not fits(world):
+        known = ", ".join(str(ranks) for ranks in range(1, config.num_heads + 1) if fits(ranks))
+        raise ConfigError(
+            f"tensor-parallel-size is {world}, but {config.num_heads} attention heads, {config.num_kv_heads} "
+            f"heads of keys and values and an MLP {config.intermediate_size} wide cannot be shared out among "
+            f"so many: choose one of {known}"
+        )
+
+
 def load_model(config: ModelConfig, path: Path, place: Place, max_positions: int) -> CausalLM:
     """Build the model and read every parameter; its rotary tables reach ``max_positions``."""
     build = model_class(config.architecture)
     with open_checkpoint(path, config) as checkpoint, torch.inference_mode():
-        where, kept = place.device.torch_device, place.cache_dtype
-        weights = Weights(checkpoint, place.dtype, where, format=place.format, cache_dtype=kept)
+        weights = Weights(
+            checkpoint,
+            place.dtype,
+            place.device.torch_device,
+            format=place.format,
+            cache_dtype=place.cache_dtype,
+            communicator=place.communicator,
+        )
         return build(config, weights, place.ops, max_positions)

@@ -48,7 +48,7 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """One forward pass, if the plan has rows; else wait for a transfer to end.
 
-        A row whose logits are not finite gets an error of its own.
+        A row whose logits are not finite gets an error of its own. Ranks other than the first return no rows.
         """
         for transfer in plan.transfers:
             (self._connector.load if transfer.load else self._connector.save)(transfer)
@@ -62,10 +62,16 @@ class ModelRunner:
         ends = list(accumulate(len(row.token_ids) + len(row.drafts) for row in rows))
         draws = [list(draws_of(row, end)) for row, end in zip(rows, ends, strict=True)]
         drawn = iter(self._drawer.draw(hidden, [draw for each in draws for draw in each]))
-        results = []
-        for row, end, each in zip(rows, ends, draws, strict=True):
-            scores = None if row.prompt_logprobs is None else self._drawer.score_prompt(hidden, row, end)
-            results.append(row_result(row, [next(drawn) for _ in each], scores))
+        scores = [
+            None if row.prompt_logprobs is None else self._drawer.score_prompt(hidden, row, end)
+            for row, end in zip(rows, ends, strict=True)
+        ]
+        if not self._drawer.draws:
+            return []
+        results = [
+            row_result(row, [next(drawn) for _ in each], score)
+            for row, each, score in zip(rows, draws, scores, strict=True)
+        ]
         if self._draft is None:
             return results
         proposed = self._draft.propose(rows, results)

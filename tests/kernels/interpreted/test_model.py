@@ -21,7 +21,7 @@ def test_greedy_tokens_are_the_references(ops, reference, name, tmp_path, monkey
         return lambda *rows: replayed.append(rows) or replay(*rows)
 
     monkeypatch.setattr(ops, "record", counted)
-    monkeypatch.setattr(loading, "find_gpu", FakeGpu)
+    monkeypatch.setattr(loading, "find_gpu", lambda rank, world: FakeGpu())
     results = []
     for backend, device in ((ops, "cuda"), (reference, "cpu")):
         monkeypatch.setattr(octavo_kernels, "load", lambda *place, backend=backend: backend)
