@@ -63,9 +63,8 @@ class EventPublisher:
             self._pub.setsockopt(zmq.XPUB_NODROP, 1)
             self.publish_at = _open(self._pub, "endpoint", config.endpoint or _here(host, PUBLISH_PORT))
             self._replay = self._context.socket(zmq.ROUTER)
-            self._replay.sndhwm = (
-                config.buffer_steps + 1
-            )  # one whole replay fits; a reader too slow loses more
+            # A whole replay fits (ZeroMQ hears only by halves what was read); a reader too slow loses more.
+            self._replay.sndhwm = 2 * (config.buffer_steps + 2)
             replay_at = config.replay_endpoint or _here(host, REPLAY_PORT)
             self.replay_at = _open(self._replay, "replay_endpoint", replay_at)
         except ConfigError:
