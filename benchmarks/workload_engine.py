@@ -1,7 +1,7 @@
 """One engine behind a pipe, for ``workloads.py``: runs in whichever interpreter has that engine.
 
-    PYTHON benchmarks/workload_engine.py octavo|vllm|llama.cpp MODEL MAX_MODEL_LEN MAX_NUM_SEQS CACHE_GIB
-        DTYPE
+    PYTHON benchmarks/workload_engine.py octavo|octavo*RANKS|vllm|llama.cpp MODEL MAX_MODEL_LEN MAX_NUM_SEQS
+        CACHE_GIB DTYPE
 
 DTYPE: as ``octavo serve --dtype`` takes it; llama.cpp computes with what its file holds. Answers each JSON
 line of standard input, a list of ``[prompt ids, output tokens]``, with a JSON line ``{"seconds": s,
@@ -23,7 +23,7 @@ Run = Callable[[Work], int]
 
 
 def octavo_engine(
-    model: str, max_model_len: int, max_num_seqs: int, cache_gib: float, dtype: str
+    model: str, max_model_len: int, max_num_seqs: int, cache_gib: float, dtype: str, ranks: int = 1
 ) -> tuple[str, Run]:
     import octavo
     from octavo import LLM, SamplingParams
@@ -34,7 +34,8 @@ def octavo_engine(
         dtype=dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        kv_cache_memory_bytes=int(cache_gib * 2**30),
+        kv_cache_memory_bytes=int(cache_gib / ranks * 2**30),
+        tensor_parallel_size=ranks,
     )
 
     def run(work: Work) -> int:
@@ -151,14 +152,20 @@ def llama_engine(
     return llama.__version__, run
 
 
-ENGINES = {"octavo": octavo_engine, "vllm": vllm_engine, "llama.cpp": llama_engine}
+ENGINES: dict[str, Callable[..., tuple[str, Run]]] = {
+    "octavo": octavo_engine,
+    "vllm": vllm_engine,
+    "llama.cpp": llama_engine,
+}
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     kind, model, max_model_len, max_num_seqs, cache_gib, dtype = sys.argv[1:]
-    version, run = ENGINES[kind](model, int(max_model_len), int(max_num_seqs), float(cache_gib), dtype)
+    kind, *ranks = kind.split("*")
+    sizes = int(max_model_len), int(max_num_seqs), float(cache_gib)
+    version, run = ENGINES[kind](model, *sizes, dtype, *map(int, ranks))
     print(json.dumps({"ready": version}), file=answers, flush=True)
     for line in sys.stdin:
         work = json.loads(line)
