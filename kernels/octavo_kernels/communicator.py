@@ -62,10 +62,8 @@ class TorchCommunicator:
         kind = {"nccl": "ProcessGroupNCCL", "gloo": "ProcessGroupGloo"}[backend]
         # Not torch's default group, of which a process has one only.
         self._group = getattr(dist, kind)(dist.FileStore(str(meeting), world), rank, world)
-        self._all_gather, self._all_to_all = (
-            distributed_c10d.AllgatherOptions(),
-            distributed_c10d.AllToAllOptions(),
-        )
+        self._all_gather = distributed_c10d.AllgatherOptions()
+        self._all_to_all = distributed_c10d.AllToAllOptions()
         self._gather = dist.GatherOptions()
         for options in (self._all_gather, self._all_to_all, self._gather):
             options.asyncOp = False  # NCCL: in the stream of the other kernels

@@ -19,7 +19,8 @@ from octavo_kernels.cpu.library import Arena, Quants, Weight, open_library, usab
 from octavo_kernels.ops import FP8, SCALE_BYTES, AttentionBatch, PackedWeight, Replay, as_bytes
 from octavo_kernels.quantised import QuantisedWeight
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""Of activations (octavo::DType)."""
 _QUANTISED = 2
 _STORED = {torch.float32: 0, torch.bfloat16: 0, FP8: 1, torch.int8: 2}
 """How a cache holds its numbers (octavo::Stored)."""
@@ -57,7 +58,7 @@ class CpuOps:
     """C++ kernels: AMX, AVX-512 with bfloat16, or AVX2. They bring their own threads; keep torch's at one."""
 
     name = "cpu"
-    dtypes = frozenset(_DTYPES)
+    dtypes = frozenset(DTYPES)
     replays_any_size = True
 
     def __init__(self) -> None:
@@ -109,11 +110,11 @@ class CpuOps:
         return self._pack(gate, up, dtype)
 
     def _pack(self, first: Tensor, second: Tensor | None, dtype: torch.dtype) -> PackedWeight:
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             raise ValueError(f"the C++ kernels hold weights as float32 or bfloat16, not {dtype}")
         n, k = first.shape
         sources = [t.to(dtype).contiguous() for t in (first, second) if t is not None]
-        struct = Weight(None, n, k, _DTYPES[dtype], int(second is not None))
+        struct = Weight(None, n, k, DTYPES[dtype], int(second is not None))
         address = ctypes.addressof(struct)
         struct.data, memory = self._arena.take(self._brief.packed_bytes(address))
         self._long.pack(address, sources[0].data_ptr(), sources[-1].data_ptr())
@@ -157,7 +158,7 @@ class CpuOps:
             0,
             out.data_ptr(),
             out.stride(0),
-            _DTYPES[out.dtype],
+            DTYPES[out.dtype],
         )
         return out
 
@@ -189,7 +190,7 @@ class CpuOps:
             _ACTIVATIONS[activation],
             out.data_ptr(),
             out.stride(0),
-            _DTYPES[x.dtype],
+            DTYPES[x.dtype],
         )
         return out
 
@@ -217,7 +218,7 @@ class CpuOps:
             heads,
             dim,
             eps,
-            _DTYPES[dtype],
+            DTYPES[dtype],
         )
         return out
 
@@ -241,7 +242,7 @@ class CpuOps:
             tokens,
             dim,
             eps,
-            _DTYPES[dtype],
+            DTYPES[dtype],
         )
         return out
 
@@ -261,7 +262,7 @@ class CpuOps:
             sin.data_ptr(),
             positions.data_ptr(),
             tokens,
-            _DTYPES[q.dtype],
+            DTYPES[q.dtype],
         )
 
     def kv_cache_shape(
@@ -306,7 +307,7 @@ class CpuOps:
             slots.data_ptr(),
             1.0 / kv_scale[0],
             1.0 / kv_scale[1],
-            _DTYPES[k.dtype],
+            DTYPES[k.dtype],
             _STORED[cache.dtype],
         )
 
@@ -352,7 +353,7 @@ class CpuOps:
             value_scale,
             window or 0,
             softcap or 0.0,
-            _DTYPES[q.dtype],
+            DTYPES[q.dtype],
             _STORED[cache.dtype],
         )
         return out

@@ -9,9 +9,9 @@ import os
 import torch
 from torch import Tensor
 
+from octavo_kernels.cpu.backend import DTYPES
 from octavo_kernels.cpu.library import Ranks, open_library
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _LINE = 64
 """Bytes of a cache line, of which each counter has its own."""
 _PARTS = 16
@@ -55,11 +55,11 @@ class SharedMemoryCommunicator:
         self._address = ctypes.addressof(self._ranks)
 
     def all_reduce(self, x: Tensor) -> None:
-        if x.dtype not in _DTYPES:
+        if x.dtype not in DTYPES:
             raise TypeError(f"the C++ kernels sum float32 or bfloat16, not {x.dtype}")
         tokens, n = x.shape
         self._check_row(n * x.element_size())
-        self._all_reduce(self._address, x.data_ptr(), x.stride(0), tokens, n, _DTYPES[x.dtype])
+        self._all_reduce(self._address, x.data_ptr(), x.stride(0), tokens, n, DTYPES[x.dtype])
 
     def gather(self, x: Tensor, columns: int) -> Tensor:
         if x.dtype is not torch.float32:
