@@ -13,7 +13,7 @@ import msgspec
 log = logging.getLogger(__name__)
 
 # How often the file's status is looked at; a stat costs microseconds, and a change is seen within this.
-FILE_POLL_S = 0.25
+FILE_POLL_S = 0.05
 
 
 class Endpoint(msgspec.Struct, frozen=True):

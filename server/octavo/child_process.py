@@ -45,21 +45,27 @@ def free_ports(count: int) -> list[int]:
         return [int(one.getsockname()[1]) for one in sockets]
 
 
-def start_module(module: str, frame: bytes, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """``python -m module``, told on its standard input what to do: ``frame``, for :func:`read_frame`.
+def start_module(module: str, *args: str, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """``python -m module args``, which waits on its standard input for what to do: see :func:`tell`.
 
     The input stays open; its end tells the child that we are gone. It is a new interpreter: a fork of a
     process with threads could hang on a lock that one of them held. It has a session of its own: Ctrl-C and
     signals to the group reach the owner, which drains first. Raises ``OSError`` where it cannot be started.
     """
-    child = subprocess.Popen(
-        [sys.executable, "-m", module], stdin=subprocess.PIPE, start_new_session=True, pass_fds=pass_fds
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *args],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+        pass_fds=pass_fds,
     )
+
+
+def tell(child: subprocess.Popen[bytes], frame: bytes) -> None:
+    """Tell a child of :func:`start_module` what to do, for its :func:`read_frame`."""
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended: its exit status says why
         child.stdin.write(len(frame).to_bytes(4, "big") + frame)
         child.stdin.flush()
-    return child
 
 
 def cause_of(status: int) -> str:
@@ -72,8 +78,10 @@ def cause_of(status: int) -> str:
 
 
 def read_frame(stdin: int) -> bytes:
-    """In the child: what it is told to do."""
-    return _read(stdin, int.from_bytes(_read(stdin, 4), "big"))
+    """In the child: what it is told to do. It ends where its owner does before that."""
+    if not (size := _read(stdin, 4)):
+        os._exit(ORPHANED)
+    return _read(stdin, int.from_bytes(size, "big"))
 
 
 def end_with_owner(stdin: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import select
 import signal
@@ -10,9 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from octavo.errors import ConfigError, OctavoError
+from octavo.importing import imported
 
 COMMANDS = {  # what runs it, what it does, the extra that brings the packages that it needs
-    "serve": ("octavo.api.server:main", "serve a model over the OpenAI API", "server"),
+    "serve": ("octavo.api.cli:main", "serve a model over the OpenAI API", "server"),
     "up": ("octavo_operator.local.cli:main", "run an InferenceService manifest on this machine", "operator"),
     "router": ("octavo_router.cli:main", "route requests to engines by prefix and load", "router"),
     "operator": ("octavo_operator.cli:main", "reconcile InferenceServices in a cluster", "operator"),
@@ -69,9 +69,8 @@ def _main(args: list[str]) -> int:
 
 
 def _run(place: str, extra: str, args: list[str]) -> int:
-    module, _, function = place.partition(":")
     try:
-        return int(getattr(importlib.import_module(module), function)(args[1:]))
+        return int(imported(place)(args[1:]))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in OURS:

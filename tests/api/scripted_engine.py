@@ -8,6 +8,7 @@ from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.engine.client import EngineClient
+from octavo.engine.launch import start_engine
 
 HERE = Path(__file__).parent
 
@@ -23,4 +24,5 @@ class ScriptedEngine(EngineClient):
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         if str(HERE) not in paths:  # the engine's process finds the executor there
             os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *paths])
-        await super().start(config, **{**settings, "executor": self.executor})
+        self.waiting = start_engine(self.executor)
+        await super().start(config, **settings)

@@ -7,7 +7,8 @@ import sys
 import uvloop
 from scripted_engine import ScriptedEngine
 
-from octavo.api.server import Server, parse_args, serve, set_up_logging
+from octavo.api.cli import parse_args
+from octavo.api.server import Server, serve, set_up_logging
 from octavo.errors import OctavoError
 
 if __name__ == "__main__":

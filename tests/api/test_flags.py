@@ -15,7 +15,8 @@ import trustme
 from api.conftest import Running
 from scripted_engine import ScriptedEngine
 
-from octavo.api.server import Server, parse_args
+from octavo.api.cli import parse_args
+from octavo.api.server import Server
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 

@@ -23,7 +23,7 @@ import openai
 import pytest
 
 import octavo
-from octavo.api.server import parse_args
+from octavo.api.cli import parse_args
 from octavo.errors import ConfigError
 
 HERE = Path(__file__).parent

@@ -289,9 +289,8 @@ def test_a_reader_that_stands_still_holds_up_nobody_and_is_ended_at_the_bound(
         running.until(running.idle, "the engine still works for a reader that stands still")
         slow.settimeout(30)
         text = b""
-        while b"[DONE]" not in text:
+        while b"slow_reader" not in text:  # in the stream, or as the answer where it has not begun
             text += slow.recv(2**16)
-        assert b"slow_reader" in text
         running.until(ended, "the end was not counted")
 
 

@@ -36,7 +36,7 @@ LAYERS = CORE | KERNELS | {"octavo.layers"}
 MODELS = LAYERS | {"octavo.models", "octavo.gguf_file"}
 # Grammars are built over the tokenizer; tensor parallel ranks are processes.
 WORKER = MODELS | PROMPT | {"octavo.worker", "octavo.sampling", "octavo.child_process"}
-ENGINE = WORKER | {"octavo.engine", "octavo.fetch", "octavo.speculative"}
+ENGINE = WORKER | {"octavo.engine", "octavo.fetch", "octavo.importing", "octavo.speculative"}
 MAY_IMPORT = {
     "octavo_kernels": KERNELS,
     "octavo.errors": set(),
@@ -55,15 +55,24 @@ MAY_IMPORT = {
     "octavo.speculative": CORE | {"octavo.speculative"},
     "octavo.engine": ENGINE,
     "octavo.llm": ENGINE | {"octavo.llm"},
-    "octavo.api": ENGINE | {"octavo.api", "octavo.api_keys", "octavo.http_protocol"},
+    "octavo.api": ENGINE | {"octavo.api", "octavo.api_keys", "octavo.http_protocol", "octavo.threads"},
     "octavo.client": BASE | {"octavo.figures", "octavo.child_process", "octavo.client"},
     "octavo.figures": {"octavo.errors"},
     "octavo.child_process": set(),
+    "octavo.importing": set(),
+    "octavo.threads": set(),
     "octavo.simulate": CORE | {"octavo.figures", "octavo.simulate"},
-    "octavo.cli": {"octavo", "octavo.errors"},
+    "octavo.cli": {"octavo", "octavo.errors", "octavo.importing"},
     "octavo": {"octavo.core", "octavo.llm"},
     "octavo_router": PROMPT | {"octavo_router", "octavo.api_keys", "octavo.http_protocol"},
-    "octavo_operator": {"octavo.errors", "octavo.config", "octavo.child_process", "octavo_operator"},
+    "octavo_operator": {
+        "octavo.errors",
+        "octavo.config",
+        "octavo.child_process",
+        "octavo.fetch",
+        "octavo.threads",
+        "octavo_operator",
+    },
 }
 
 

@@ -10,6 +10,7 @@ from octavo.config import EngineConfig
 from octavo.core.outputs import EngineRequest
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.client import EngineClient
+from octavo.engine.launch import start_engine
 
 
 @pytest.fixture
@@ -25,9 +26,10 @@ def engine(monkeypatch):
 
     @contextlib.asynccontextmanager
     async def start(name="fast", *, wait=True, stall_s=10.0, end_stalled_s=30.0, **settings):
-        client = EngineClient(stall_s=stall_s, end_stalled_s=end_stalled_s)
+        process = start_engine(f"fake_executor:{name}")
+        client = EngineClient(process, stall_s=stall_s, end_stalled_s=end_stalled_s)
         config = EngineConfig(model="file:///nowhere", **settings)
-        await client.start(config, model_path=Path("/nowhere"), executor=f"fake_executor:{name}")
+        await client.start(config, model_path=Path("/nowhere"))
         try:
             if wait:
                 await client.wait_ready()

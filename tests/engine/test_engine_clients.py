@@ -176,9 +176,7 @@ def test_a_client_sees_a_stall_but_leaves_the_end_to_the_owner(engine, run, requ
 
 
 def test_what_a_client_said_before_it_was_dismissed_may_come_after(tmp_path, request_of):
-    launch = messages.Launch(
-        messages.VERSION, 0, {}, None, "", f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out"
-    )
+    launch = messages.Launch(messages.VERSION, 0, {}, None, f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out")
     port = Port(launch)
     assert port.attach(1, f"ipc://{tmp_path}/out-1") and port.takes(1, [request_of("a")])
     assert port.detach(1) == ["a"]

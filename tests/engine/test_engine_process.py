@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import zmq
 
+from octavo.child_process import ORPHANED
 from octavo.config import EngineConfig
 from octavo.engine import messages
 from octavo.engine.client import EngineClient
+from octavo.engine.launch import start_engine
 from octavo.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -293,9 +295,10 @@ def test_the_engine_ends_when_its_owner_is_killed():
 import asyncio, pathlib
 from octavo.config import EngineConfig
 from octavo.engine.client import EngineClient
+from octavo.engine.launch import start_engine
 async def main():
-    client = EngineClient()
-    await client.start(EngineConfig(model="x"), model_path=pathlib.Path("x"), executor="fake_executor:never")
+    client = EngineClient(start_engine("fake_executor:never"))
+    await client.start(EngineConfig(model="x"), model_path=pathlib.Path("x"))
     while client.stage != "loading weights":
         await client.changed()
     print(client.pid, flush=True)
@@ -312,6 +315,12 @@ asyncio.run(main())
     assert poller.poll(5000), "a pidfd is readable once its process has ended"
     os.close(engine)
     owner.stdout.close()
+
+
+def test_an_engine_that_was_told_nothing_ends_with_its_owner(engine):
+    process = start_engine("fake_executor:never")
+    process.stdin.close()
+    assert process.wait(30) == ORPHANED
 
 
 def test_a_message_of_another_version_is_refused_by_both_sides(engine, run, monkeypatch):

@@ -68,7 +68,7 @@ def test_autoscaling_defaults_come_from_the_schema() -> None:
 def test_engine_and_router_flags_follow_the_spec() -> None:
     service = load((ROOT / "manifests/examples/smollm2.yaml").read_text())
     assert engine_args(service) == [
-        "--served-model-name=smollm2", "--device=cpu", "--dtype=bfloat16", "--max-model-len=2048",
+        "--served-model-name=smollm2", "--device=cpu", "--dtype=auto", "--max-model-len=2048",
         "--block-size=16", "--enable-prefix-caching", "--kv-cache-memory-bytes=256Mi", "--max-num-seqs=32",
     ]  # fmt: skip
     assert router_args(service) == ["--policy=prefix-affinity"]

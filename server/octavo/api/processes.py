@@ -18,7 +18,7 @@ import msgspec
 from octavo.api.http_server import LAST_ANSWERS_S
 from octavo.api.metrics_sum import MetricsSum
 from octavo.api.service import Service
-from octavo.child_process import cause_of
+from octavo.child_process import cause_of, start_module
 from octavo.engine.child import Child
 from octavo.engine.messages import Attachment
 from octavo.errors import OctavoError
@@ -113,7 +113,7 @@ class ApiProcesses:
         )
         frame, exited = msgspec.msgpack.encode(launch), partial(self._exited, number)
         try:
-            child = Child("octavo.api.process", frame, exited)
+            child = Child(start_module("octavo.api.process"), frame, exited)
         except OSError as error:
             self._break(f"API process {number} cannot be started: {error}")
         else:

@@ -7,8 +7,8 @@ import contextlib
 import logging
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import uvloop
@@ -19,7 +19,7 @@ from octavo.api.peers import FIRST, Peers
 from octavo.api.processes import ApiProcesses
 from octavo.api.service import Service
 from octavo.api.tls import tls_context
-from octavo.config import CommandParser, EngineConfig, add_engine_flags
+from octavo.config import EngineConfig
 from octavo.engine.client import EngineClient
 from octavo.errors import ConfigError, OctavoError
 
@@ -178,16 +178,9 @@ def set_up_logging(level: str) -> None:
     access.handlers, access.propagate = [lines], False
 
 
-def parse_args(argv: Sequence[str]) -> EngineConfig:
-    """Settings from ``MODEL [flags]``. Raises ``ConfigError``; ``--help`` prints and exits."""
-    parser = CommandParser(prog="octavo serve", description="Serve a model over the OpenAI API.")
-    parser.add_argument("model", metavar="MODEL", help="a path, or a file://, package:// or hf:// address")
-    add_engine_flags(parser)
-    return EngineConfig(**vars(parser.parse_args(list(argv))))
-
-
-def main(argv: Sequence[str]) -> int:
-    """``octavo serve MODEL [flags]``. Returns 0 after a drain; errors are raised as ``OctavoError``."""
-    config = parse_args(argv)
+def run(config: EngineConfig, engine: subprocess.Popen[bytes]) -> int:
+    """Serve until told to stop, with a process of ``start_engine``. Returns 0 after a drain; raises
+    ``OctavoError``.
+    """
     set_up_logging(config.log_level)
-    return uvloop.run(serve(Server(config)))
+    return uvloop.run(serve(Server(config, EngineClient(engine))))

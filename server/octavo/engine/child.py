@@ -8,18 +8,19 @@ import subprocess
 import threading
 from collections.abc import Callable
 
-from octavo.child_process import start_module
+from octavo.child_process import tell
 
 
 class Child:
-    """A process of ``start_module``, whose errors it raises. ``exited`` is called with its exit status, on
-    the loop that made it.
+    """A process of ``start_module``, told ``frame``. ``exited`` is called with its exit status, on the loop
+    that made it.
     """
 
-    def __init__(self, module: str, frame: bytes, exited: Callable[[int], None]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], frame: bytes, exited: Callable[[int], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._exited = exited
-        self._process = start_module(module, frame)
+        self._process = process
+        tell(process, frame)
         threading.Thread(target=self._wait, daemon=True).start()
 
     @property

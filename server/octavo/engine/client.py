@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from octavo.engine import messages
 from octavo.engine.admin_calls import AdminCalls
 from octavo.engine.child import Child
 from octavo.engine.connection import Connection
-from octavo.engine.launch import DEFAULT_EXECUTOR, launch_engine
+from octavo.engine.launch import launch_engine, start_engine
 from octavo.engine.stream import OpenStreams, OutputStream
 from octavo.errors import InvalidRequest, OctavoError, Unavailable
 
@@ -58,10 +59,18 @@ class EngineClient:
     ``state`` is one of loading, warming, ready, draining, paused, sleeping, stalled, dead; ``stage`` and
     ``detail`` say what a starting engine does, ``stages`` all that it has done since its start; ``error`` why
     it died; ``info`` what it is, once ready; ``stats`` its load after the last step. ``listeners`` are called
-    with each ``Outputs`` message, the empty ones of an idle engine too.
+    with each ``Outputs`` message, the empty ones of an idle engine too. ``waiting`` is a process of
+    ``start_engine``, for ``start``, which makes one where there is none.
     """
 
-    def __init__(self, *, stall_s: float = STALL_S, end_stalled_s: float = END_STALLED_S) -> None:
+    def __init__(
+        self,
+        waiting: subprocess.Popen[bytes] | None = None,
+        *,
+        stall_s: float = STALL_S,
+        end_stalled_s: float = END_STALLED_S,
+    ) -> None:
+        self.waiting = waiting
         self.stage = "starting"
         self.detail = ""
         self.stages: list[tuple[str, str]] = []
@@ -92,22 +101,16 @@ class EngineClient:
 
     # Starting
 
-    async def start(
-        self,
-        config: EngineConfig,
-        *,
-        model_path: Path | None = None,
-        executor: str = DEFAULT_EXECUTOR,
-        rank: int = 0,
-    ) -> None:
-        """Start the engine's process; returns at once, ``wait_ready`` waits for it.
+    async def start(self, config: EngineConfig, *, model_path: Path | None = None, rank: int = 0) -> None:
+        """Have the engine's process load; returns at once, ``wait_ready`` waits for it.
 
         ``model_path`` is the model already fetched; without it the engine fetches ``config.model``.
         """
         self._folder = tempfile.mkdtemp(prefix="octavo-")  # readable by this user alone
         place = messages.Attachment(f"ipc://{self._folder}/in", f"ipc://{self._folder}/out", rank)
         self._connect(place)
-        self._process = launch_engine(config, place, model_path, executor, self._exited)
+        process = self.waiting or start_engine()
+        self._process = launch_engine(process, config, place, model_path, self._exited)
 
     async def attach(self, place: messages.Attachment) -> None:
         """Be one more client of an engine that another client started and admits to."""

@@ -10,7 +10,7 @@ from octavo import errors
 from octavo.core.outputs import EngineOutput, EngineRequest, EngineStats
 from octavo.core.request import Limits
 
-VERSION = 2  # both sides refuse a message of another version
+VERSION = 3  # both sides refuse a message of another version
 OWNER = 0  # number of the client that started the engine; it alone ends it
 ASLEEP = "the engine sleeps: it takes no requests until it is woken up"  # said on both sides
 
@@ -133,14 +133,13 @@ class Launch(msgspec.Struct, frozen=True):
     """What a new engine process is told on its standard input, before any socket exists.
 
     ``config`` holds the fields of ``EngineConfig``; ``model_path`` the fetched model, or None to fetch it;
-    ``executor`` a factory as ``module:function``; the sockets are ZeroMQ ipc addresses.
+    the sockets are ZeroMQ ipc addresses.
     """
 
     version: int
     rank: int
     config: dict[str, Any]
     model_path: str | None
-    executor: str
     to_engine: str
     from_engine: str
 

@@ -1,17 +1,17 @@
-"""The engine's process: ``python -m octavo.engine.process``, told on standard input what to run.
+"""The engine's process: ``python -m octavo.engine.process EXECUTOR``, told on standard input what to run.
 
-Standard input stays open for as long as the owner lives; its end ends this process, whatever it is doing. A
-fault in a step is told to the owner (``Failed``) and ends the process too: a batch that failed as a whole
-cannot be trusted.
+It imports the executor until it is told. Standard input stays open for as long as the owner lives; its end
+ends this process, whatever it is doing. A fault in a step is told to the owner (``Failed``) and ends the
+process too: a batch that failed as a whole cannot be trusted.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.executor import Executor, ExecutorFactory
 from octavo.engine.port import Port
 from octavo.errors import ConfigError, OctavoError
+from octavo.importing import imported
 
 HEARTBEAT_MS = 500  # an idle engine speaks this often
 
@@ -84,8 +85,10 @@ def _admin(core: EngineCore, call: messages.AdminCall) -> messages.AdminReply:
         return messages.AdminReply(call.call_id, error=messages.ErrorInfo.of(error))
 
 
-def load(launch: messages.Launch, progress: Callable[[str, str], None]) -> tuple[EngineConfig, Executor]:
-    """Fetch the model where that was not done, and build the executor that ``launch`` names."""
+def load(
+    launch: messages.Launch, factory: Future[ExecutorFactory], progress: Callable[[str, str], None]
+) -> tuple[EngineConfig, Executor]:
+    """Fetch the model where that was not done, and build the executor."""
     from octavo.fetch import fetch, with_draft_here
 
     values: dict[str, Any] = dict(launch.config)
@@ -96,23 +99,24 @@ def load(launch: messages.Launch, progress: Callable[[str, str], None]) -> tuple
         progress("fetching", config.model)
         path = fetch(config.model, None, lambda detail: progress("fetching", detail))
     config = with_draft_here(config, lambda detail: progress("fetching", detail))
-    return config, _factory(launch.executor)(config, path, progress)
+    return config, factory.result()(config, path, progress)
 
 
 def _factory(name: str) -> ExecutorFactory:
-    module, _, function = name.partition(":")
     try:
-        factory: ExecutorFactory = getattr(importlib.import_module(module), function)
+        factory: ExecutorFactory = imported(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"there is no executor {name!r}: {error}") from error
     return factory
 
 
-def run(launch: messages.Launch) -> int:
+def run(launch: messages.Launch, factory: Future[ExecutorFactory]) -> int:
     """Load, say so, serve. Returns the process's exit status."""
     port = Port(launch)
     try:
-        config, executor = load(launch, lambda stage, detail: port.send(messages.Progress(stage, detail)))
+        config, executor = load(
+            launch, factory, lambda stage, detail: port.send(messages.Progress(stage, detail))
+        )
         core = EngineCore(
             config,
             executor,
@@ -146,7 +150,8 @@ def run(launch: messages.Launch) -> int:
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    stdin = sys.stdin.fileno()
+    stdin, (executor,) = sys.stdin.fileno(), sys.argv[1:]
+    factory = ThreadPoolExecutor(1).submit(_factory, executor)
     try:
         launch = messages.decode_launch(read_frame(stdin))
     except (messages.VersionMismatch, msgspec.DecodeError) as error:
@@ -154,7 +159,7 @@ def main() -> int:
         return 1
     end_with_owner(stdin)
     logging.getLogger().setLevel(str(launch.config.get("log_level", "info")).upper())
-    return run(launch)
+    return run(launch, factory)
 
 
 if __name__ == "__main__":

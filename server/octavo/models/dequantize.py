@@ -13,6 +13,8 @@ from torch import Tensor
 
 from octavo_kernels import QuantisedWeight
 
+_LOW_HALVES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
+
 Parts: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 """Of n blocks: values uint8 [n, numbers], scales float32 [n, groups], minima float32 [n, groups] or None."""
 
@@ -61,8 +63,9 @@ def _half(raw: Tensor) -> Tensor:
 
 
 def _nibbles(raw: Tensor) -> Tensor:
-    """The low halves of the bytes, then the high halves."""
-    return torch.cat([raw & 0xF, raw >> 4], dim=-1)
+    """The low halves of the bytes, a multiple of eight, then the high halves."""
+    eights = raw.contiguous().view(torch.int64)
+    return torch.cat([eights & _LOW_HALVES, eights >> 4 & _LOW_HALVES], dim=-1).view(torch.uint8)
 
 
 def _q4_0(raw: Tensor) -> Parts:

@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from octavo import errors
-from octavo.child_process import cause_of, start_module
+from octavo.child_process import cause_of, start_module, tell
 from octavo.config import EngineConfig
 from octavo.core.plan import Row, StepPlan, StepResult
 from octavo.engine.executor import Executor, ExecutorInfo
@@ -232,7 +232,8 @@ class _Process:
     ) -> None:
         self.commands = commands
         self.answers: queue.SimpleQueue[Value | None] = queue.SimpleQueue()  # None: no more will come
-        self._process = start_module(RANK, encoder.encode(launch), (launch.commands, launch.memory))
+        self._process = start_module(RANK, pass_fds=(launch.commands, launch.memory))
+        tell(self._process, encoder.encode(launch))
         self._closing = threading.Event()
         threading.Thread(target=self._listen, args=(launch.rank, gone), daemon=True).start()
 

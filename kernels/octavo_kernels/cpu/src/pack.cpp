@@ -5,13 +5,15 @@
 namespace octavo {
 namespace {
 
+template <class T>
+constexpr long kPair = sizeof(T) == 2 ? 2 : 1;  // values of k that lie side by side
+
 // Where value k of a panel's column lies in the panel.
 template <class T>
 long offset_in_panel(long column, long k) {
-    constexpr long kPair = sizeof(T) == 2 ? 2 : 1;             // values of k that lie side by side
-    constexpr long kStep = sizeof(T) == 2 ? kTileK : 1;        // values of k in one tile
+    constexpr long kStep = sizeof(T) == 2 ? kTileK : 1;  // values of k in one tile
     const long tile = k / kStep * 2 + column / kHalfPanel, lane = column % kHalfPanel;
-    return (tile * (kStep / kPair) + k % kStep / kPair) * kHalfPanel * kPair + lane * kPair + k % kPair;
+    return (tile * (kStep / kPair<T>) + k % kStep / kPair<T>) * kHalfPanel * kPair<T> + lane * kPair<T> + k % kPair<T>;
 }
 
 template <class T>
@@ -25,7 +27,10 @@ void pack(const Pack& a, long p0, long p1) {
             const long row = w.paired ? p * kHalfPanel + lane : p * kPanel + column;
             if (row >= w.n) continue;
             const T* from = static_cast<const T*>(w.paired && half ? a.second : a.first) + row * w.k;
-            for (long k = 0; k < w.k; k++) out[offset_in_panel<T>(column, k)] = from[k];
+            long k = 0;
+            for (; k + kPair<T> <= w.k; k += kPair<T>)
+                memcpy(out + offset_in_panel<T>(column, k), from + k, kPair<T> * sizeof(T));
+            if (k < w.k) out[offset_in_panel<T>(column, k)] = from[k];
         }
     }
 }

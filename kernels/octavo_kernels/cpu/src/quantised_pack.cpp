@@ -26,18 +26,19 @@ bf16 round_to_bf16(float value) {
     return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
-void put(uint8_t* tile, int bits, long column, long k, uint8_t value) {
-    const long quad = k / 4;
-    uint8_t* at = tile + column * 4 + k % 4;
+// A quad of one column, a value in each byte.
+void put(uint8_t* tile, int bits, long column, long quad, uint32_t values) {
+    uint32_t* at = reinterpret_cast<uint32_t*>(tile) + column;
     if (bits == 8) {
-        at[quad * kQuadBytes] = value;
+        at[quad * kPanel] = values;
         return;
     }
-    at[quad % 4 * kQuadBytes] |= uint8_t((value & 0xf) << (quad < 4 ? 0 : 4));
+    constexpr uint32_t nibbles = 0x0f0f0f0f;
+    at[quad % 4 * kPanel] |= (values & nibbles) << (quad < 4 ? 0 : 4);
     const int high = bits - 4;
     if (high == 0) return;
     const long quads = 8 / high;
-    at[(4 + quad / quads) * kQuadBytes] |= uint8_t(value >> 4 << quad % quads * high);
+    at[(4 + quad / quads) * kPanel] |= (values >> 4 & nibbles) << quad % quads * high;
 }
 
 uint8_t get(const uint8_t* tile, int bits, long column, long k) {
@@ -68,7 +69,11 @@ void pack_quantised(const PackQuantised& a, long p0, long p1) {
             uint8_t* tile = panel;
             for (long t = 0; t < tiles; t++, tile += w.tile_bytes()) {
                 const uint8_t* values = from.values + row * w.k + t * kQuantGroup;
-                for (long k = 0; k < kQuantGroup; k++) put(tile, w.bits, column, k, values[k]);
+                for (long quad = 0; quad < kQuantGroup / 4; quad++) {
+                    uint32_t four;
+                    memcpy(&four, values + quad * 4, sizeof four);
+                    put(tile, w.bits, column, quad, four);
+                }
                 uint16_t* floats = reinterpret_cast<uint16_t*>(tile + w.quant_bytes()) + column;
                 for (long s = 0; s < scales; s++) floats[s * kPanel] = from.scales[(row * tiles + t) * scales + s];
                 if (w.minima) floats[scales * kPanel] = from.minima[row * tiles + t];
