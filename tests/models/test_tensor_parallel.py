@@ -244,7 +244,7 @@ def test_a_fault_counts_before_its_process_has_ended(monkeypatch) -> None:
     faults: queue.SimpleQueue[OctavoError] = queue.SimpleQueue()
     ours, theirs = Pipe()
     with subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE) as process:
-        monkeypatch.setattr(ranks, "start_module", lambda *told: process)
+        monkeypatch.setattr(ranks, "start_module", lambda *module, **pipes: process)
         ranks._Process(ranks.Launch(3, 4, {}, "", 0, 0), ours, faults.put)
         theirs.send_bytes(ranks.encoder.encode(ranks.Failed("ConfigError", "no memory")))
         try:
