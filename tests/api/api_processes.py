@@ -51,8 +51,10 @@ def until(condition: Callable[[], Any]) -> Any:
 
 
 def client_of(running: Any) -> httpx.Client:
-    """A client with a connection of its own, which any process may have accepted."""
-    limits = httpx.Limits(max_connections=1)
+    """A client with a connection of its own, which any process may have accepted; it is kept, as another
+    might be accepted by another process.
+    """
+    limits = httpx.Limits(max_connections=1, keepalive_expiry=None)
     return httpx.Client(base_url=running.url, timeout=PATIENCE_S, trust_env=False, limits=limits)
 
 

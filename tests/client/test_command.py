@@ -25,7 +25,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
         ("bench serve random", "tqdm"),
         ("chat", "aiohttp"),
         ("complete", "aiohttp"),
-        ("serve", "uvicorn"),
+        ("serve m", "uvicorn"),
         ("router", "starlette"),
         ("operator", "kopf"),
     ],
