@@ -55,24 +55,16 @@ MAY_IMPORT = {
     "octavo.speculative": CORE | {"octavo.speculative"},
     "octavo.engine": ENGINE,
     "octavo.llm": ENGINE | {"octavo.llm"},
-    "octavo.api": ENGINE | {"octavo.api", "octavo.api_keys", "octavo.http_protocol", "octavo.threads"},
+    "octavo.api": ENGINE | {"octavo.api", "octavo.api_keys", "octavo.http_protocol"},
     "octavo.client": BASE | {"octavo.figures", "octavo.child_process", "octavo.client"},
     "octavo.figures": {"octavo.errors"},
     "octavo.child_process": set(),
     "octavo.importing": set(),
-    "octavo.threads": set(),
     "octavo.simulate": CORE | {"octavo.figures", "octavo.simulate"},
     "octavo.cli": {"octavo", "octavo.errors", "octavo.importing"},
     "octavo": {"octavo.core", "octavo.llm"},
     "octavo_router": PROMPT | {"octavo_router", "octavo.api_keys", "octavo.http_protocol"},
-    "octavo_operator": {
-        "octavo.errors",
-        "octavo.config",
-        "octavo.child_process",
-        "octavo.fetch",
-        "octavo.threads",
-        "octavo_operator",
-    },
+    "octavo_operator": {"octavo.errors", "octavo.config", "octavo.child_process", "octavo_operator"},
 }
 
 

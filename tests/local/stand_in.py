@@ -97,7 +97,10 @@ def main(args: list[str]) -> int:
     from octavo.cli import main as octavo
     from octavo_operator.local import process
 
-    process.octavo_command = lambda args: [sys.executable, __file__, *args]
+    real = process.octavo_command
+    process.octavo_command = lambda args: (
+        real(args) if args[0] == "fetch" else [sys.executable, __file__, *args]
+    )
     return octavo(args)
 
 

@@ -19,6 +19,7 @@ from octavo.api.generation import Generation
 from octavo.api.metrics import Metrics
 from octavo.api.metrics_sum import Families, families_of
 from octavo.api.peers import FIRST, Peers
+from octavo.api.threads import in_daemon_thread
 from octavo.api.tracing import Tracing
 from octavo.config import EngineConfig
 from octavo.core.generation_config import not_applied, sampling_defaults
@@ -30,7 +31,6 @@ from octavo.fetch import fetch
 from octavo.prompt.assets import PromptAssets, load_assets
 from octavo.prompt.renderer import PromptRenderer
 from octavo.sampling.grammar_compiler import GrammarCompiler
-from octavo.threads import in_daemon_thread
 
 STARTING_RETRY_S = 5  # Retry-After of a server that is starting or draining
 _log = logging.getLogger("octavo.api")
